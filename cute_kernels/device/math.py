@@ -1,0 +1,43 @@
+"""fp32 math with the error the contracts allow. Every fused multiply-add is written as one: nothing is left to contraction."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+
+def fma(a, b, c) -> Float32:
+    """a * b + c with one rounding."""
+    return cute.math.fma(Float32(a), Float32(b), Float32(c))
+
+
+def exp(x: Float32) -> Float32:
+    """e^x to 2 ulp over the whole range (the fast form loses |x| * 2^-24)."""
+    return cute.math.exp(x)
+
+
+def rcp(x: Float32) -> Float32:
+    """1 / x to 1 ulp."""
+    return cute.math.rcp(x, approx=True)
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + e^-x) to 4 ulp; 0 and 1 at the ends, NaN for NaN."""
+    return rcp(Float32(1.0) + exp(-x))
+
+
+def rsqrt(x: Float32) -> Float32:
+    """1 / sqrt(x) to 2 ulp."""
+    return cute.math.rsqrt(x, approx=True)
+
+
+def select(condition, a, b):
+    """a where condition holds, else b; both are evaluated. The type is a's."""
+    return type(a)(cutlass.select_(condition, a, type(a)(b)))
+
+
+def softplus(x: Float32) -> Float32:
+    """log(1 + e^x) for x <= 20, else x."""
+    near = cute.math.log(Float32(1.0) + exp(x))
+    return select(x > Float32(20.0), x, near)

@@ -1,0 +1,1 @@
+"""Hyper-connection (HC) kernels: gate, apply, norm, apply+norm."""

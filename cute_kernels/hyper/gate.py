@@ -1,0 +1,100 @@
+"""HC gate: eight partial dot products of a normed row with each stream's inject weight.
+
+    partials[t, s, c] = dot(normed[t, s*W/8 : (s+1)*W/8], inject_weight[c, same])        s = 0..7, c = 0..C-1
+
+Shapes      normed [T, W] act, inject_weight [C, W] act, partials [T, 8, C] fp32; W a multiple of 64.
+Work        one CTA a (row, split): grid (T, 8). A split is one span (device/span.py): at W = 10240, 160 threads of 8 elements
+            on SM90, 96 of 16 (the last 16 idle) where vectors are 32 bytes. A thread accumulates all C streams, so the row
+            is read once. Butterfly over the warp, then the first C threads add the warps' sums in a fixed tree.
+Bytes       a row: 2W read + 32C written; the 2CW weight bytes come from L2 after the first row.
+Rounding    none but fp32 arithmetic: products of 16-bit values are exact in fp32 and added by fma.
+Order       no atomics, no workspace; the order of the sums depends on W, C and the target alone.
+PDL         inject_weight is loaded before the dependency wait: no predecessor writes it. normed after it.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.memory import SmemAllocator
+
+from cute_kernels.device import args, vector
+from cute_kernels.device.math import fma
+from cute_kernels.device.pdl import await_predecessors, release_dependents
+from cute_kernels.device.reduce import lanes_sum_each, pairwise_sum
+from cute_kernels.device.span import Span
+from cute_kernels.hyper.steps import SPLITS
+
+
+MAX_THREADS = 256
+
+
+class HcGate:
+    """One specialisation: target, row width, streams, vector width."""
+
+    def __init__(self, target: str, width: int, streams: int, vec_bytes: int):
+        self.width, self.streams, self.vec_bytes = width, streams, vec_bytes
+        self.span = Span.of(target, width // SPLITS, MAX_THREADS)
+        self.slots = 1 << (streams - 1).bit_length()  # streams, rounded up for the halving butterfly
+
+    @cute.jit
+    def __call__(
+        self, normed: cute.Tensor, inject_weight: cute.Tensor, partials: cute.Tensor, stream: cuda.CUstream
+    ):
+        rows = normed.shape[0]
+        if rows > 0:
+            self.kernel(normed, inject_weight, partials).launch(
+                grid=(rows, SPLITS, 1), block=(self.span.threads, 1, 1), stream=stream, use_pdl=True
+            )
+
+    @cute.kernel
+    def kernel(self, normed: cute.Tensor, inject_weight: cute.Tensor, partials: cute.Tensor):
+        tid, _, _ = cute.arch.thread_idx()
+        t, s, _ = cute.arch.block_idx()
+        span = self.span
+        release_dependents()
+
+        weights = []
+        for c in cutlass.range_constexpr(self.streams):
+            w = vector.span_fragment(span, inject_weight.element_type)
+            vector.load_span(w, vector.row_of(inject_weight, c, self.width, self.vec_bytes), s, tid, span, self.vec_bytes)
+            weights.append(w)
+        await_predecessors()
+        x = vector.span_fragment(span, normed.element_type)
+        vector.load_span(x, vector.row_of(normed, t, self.width, self.vec_bytes), s, tid, span, self.vec_bytes)
+
+        xf = x.load().to(Float32)
+        sums = []
+        for c in cutlass.range_constexpr(self.streams):
+            wf = weights[c].load().to(Float32)
+            acc = Float32(0.0)
+            for i in cutlass.range_constexpr(span.elems * span.passes):
+                acc = fma(xf[i], wf[i], acc)
+            sums.append(acc)
+
+        # lane l of each warp receives the warp's sum of stream l // lanes
+        lanes = 32 // self.slots
+        total = lanes_sum_each(sums + [Float32(0.0)] * (self.slots - self.streams))
+        scratch = SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((self.slots, span.warps), stride=(span.warps, 1)), 16
+        )
+        lane = cute.arch.lane_idx()
+        if lane % lanes == 0:
+            scratch[lane // lanes, tid // 32] = total
+        cute.arch.sync_threads()
+        if tid < self.streams:
+            out = vector.row_of(partials, t * SPLITS + s, self.streams, 4)
+            out[tid] = pairwise_sum([scratch[tid, k] for k in range(span.warps)])
+
+
+def build(target: str, *, dtype: str, width: int, streams: int, vec_bytes: int):
+    """The gate for rows of `width` elements and `streams` streams; run-time arguments (normed, inject_weight, partials)."""
+    rows = args.rows()
+    return HcGate(target, width, streams, vec_bytes), (
+        args.dense(dtype, rows, width, align=vec_bytes),
+        args.dense(dtype, streams, width, align=vec_bytes),
+        args.dense("fp32", rows, SPLITS, streams),
+        args.current_stream(),
+    )

@@ -1,0 +1,1 @@
+"""Mixture-of-experts kernels: FP32 shared-expert gate, rank-local finalize."""
