@@ -1,1 +1,1 @@
-"""What the kernels share: compile-time tensors, vector access, reductions, math, programmatic dependent launch."""
+"""What the kernels share: compile-time tensors, vector access, reductions, math, dependent launch."""

@@ -1,4 +1,4 @@
-"""Compile-time arguments: dtype names, and tensors without data that fix a kernel's static shapes and strides."""
+"""Compile-time arguments: dtype names, and tensors without data that fix static shapes and strides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bits(dtype: str) -> int:
 
 
 def dense(dtype: str, *shape, align: int = 16):
-    """A dense row-major tensor; ints are static extents, `cute.sym_int()` run-time ones (outermost dimension only)."""
+    """A dense row-major tensor of static extents, but for the outermost, which may be `rows()`."""
     stride = [1]
     for extent in reversed(shape[1:]):
         stride.insert(0, stride[0] * extent)

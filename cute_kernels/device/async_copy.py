@@ -7,7 +7,7 @@ from cutlass import Int32
 
 
 def copy16_or_zero(dst: cute.Pointer, src: cute.Pointer, keep) -> None:
-    """16 bytes from `src` to shared `dst`, both 16-byte aligned; zeros, and nothing read, where `keep` is false."""
+    """16 aligned bytes from `src` to shared `dst`; zeros, and nothing read, where `keep` is false."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[dst.toint(), src.toint(), Int32(keep) * 16],

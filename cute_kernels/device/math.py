@@ -1,4 +1,4 @@
-"""fp32 math with the error the contracts allow. Every fused multiply-add is written as one: nothing is left to contraction."""
+"""fp32 math to the contracts' error. A fused multiply-add is written as one: none is left to contraction."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ def lanes_sum(value: Float32, lanes: int = 32) -> Float32:
     return cute.arch.warp_reduction_sum(value, threads_in_group=lanes)
 
 
-def lanes_sum_each(values: list) -> Float32:
-    """Sum each of 2^k values over the warp; lane l receives the sum of values[l >> (5 - k)].
+def lanes_sum_each(values: list, lanes: int = 32) -> Float32:
+    """Sum each of 2^k values over each aligned group of `lanes` = 2^n lanes.
 
-    Each of the first k butterfly steps also halves what a lane carries: 2^k - 1 + 5 - k shuffles in place of 5 * 2^k. Every sum
-    is the same tree as `lanes_sum`.
+    Lane l receives the sum of values[l % lanes >> (n - k)]. Each of the first k butterfly steps also halves
+    what a lane carries: 2^k - 1 + n - k shuffles in place of n * 2^k. Every sum is the tree of `lanes_sum`.
     """
     lane = cute.arch.lane_idx()
-    offset = 16
+    offset = lanes // 2
     while len(values) > 1:
         half = len(values) // 2
         upper = (lane & offset) != 0
@@ -41,7 +41,7 @@ def pairwise_sum(values: list) -> Float32:
 
 @cute.jit
 def cta_sum(value: Float32, scratch: cute.Tensor, warps: int) -> Float32:
-    """Sum over the CTA, in every thread. `scratch` is (warps,) fp32 in shared memory, 16-byte aligned, used once."""
+    """Sum over the CTA, in every thread. `scratch`: (warps,) fp32 in shared memory, 16-byte aligned."""
     value = lanes_sum(value)
     if const_expr(warps > 1):
         if cute.arch.lane_idx() == 0:

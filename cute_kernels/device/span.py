@@ -1,4 +1,4 @@
-"""Who owns what when one CTA works on a span of contiguous elements. Plain Python: evaluated while tracing."""
+"""Who owns what when one CTA works on a span of contiguous elements. Plain Python, used while tracing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """`extent` elements over `threads` threads: vector v = pass * threads + thread holds elements [v*elems, (v+1)*elems).
+    """`extent` elements over `threads` threads.
 
-    A thread's run is 32 bytes of 16-bit elements on targets with 32-byte vectors and 16 bytes on SM90. It does not depend on a
-    call's alignment, so neither does the order of any sum.
+    Vector v = pass * threads + thread holds elements [v * elems, (v + 1) * elems). A vector is 32 bytes of
+    16-bit elements on targets with 32-byte accesses and 16 bytes on SM90. It does not depend on a call's
+    alignment, so neither does the order of any sum.
     """
 
     extent: int

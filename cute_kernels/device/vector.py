@@ -1,7 +1,7 @@
-"""Vector access to global memory: one thread moves runs of contiguous elements in accesses of `vec_bytes` bytes.
+"""Vector access to global memory: a thread moves contiguous elements in accesses of `vec_bytes` bytes.
 
-span.py says who owns what (and so the order of every sum); `vec_bytes` only says in how many accesses it is moved. A base that
-is 16-byte but not 32-byte aligned therefore changes no result bit.
+span.py says who owns what (and so the order of every sum); `vec_bytes` only says in how many accesses it is
+moved. A base that is 16-byte but not 32-byte aligned therefore changes no result bit.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from cute_kernels.device.span import Span
 
 
 def row_of(tensor: cute.Tensor, row, width: int, align: int) -> cute.Tensor:
-    """Row `row` of a dense [rows, width] tensor as a (width,) tensor, addressed in 64 bits: row * width passes 2^31."""
+    """Row `row` of a dense [rows, width] tensor as (width,), offset in 64 bits: row * width passes 2^31."""
     return row_at(tensor, Int64(row) * width, width, align * 8 // tensor.element_type.width)
 
 
 def row_at(tensor: cute.Tensor, offset: Int64, width: int, divisor: int) -> cute.Tensor:
-    """(width,) elements from 64-bit element `offset`, which the caller knows to be a multiple of `divisor`."""
+    """(width,) elements from `offset`, a 64-bit element count known to be a multiple of `divisor`."""
     if divisor > 1:
         offset = cute.assume(offset, divby=divisor)
     return cute.make_tensor(tensor.iterator + offset, cute.make_layout((width,)))
@@ -50,10 +50,8 @@ def span_fragment(span: Span, dtype) -> cute.Tensor:
 
 
 @cute.jit
-def load_span(
-    frag: cute.Tensor, row: cute.Tensor, part, thread, span: Constexpr, vec_bytes: Constexpr
-):
-    """A thread's share of the part-th span of `row`; past the span's end, zeros (they add nothing to a sum)."""
+def load_span(frag: cute.Tensor, row: cute.Tensor, part, thread, span: Constexpr, vec_bytes: Constexpr):
+    """A thread's share of the part-th span of `row`; past its end, zeros (they add nothing to a sum)."""
     for p in cutlass.range_constexpr(span.passes):
         vec = p * span.threads + thread
         if const_expr(span.exact):
@@ -65,10 +63,8 @@ def load_span(
 
 
 @cute.jit
-def store_span(
-    frag: cute.Tensor, row: cute.Tensor, part, thread, span: Constexpr, vec_bytes: Constexpr
-):
-    """A thread's share of the part-th span of `row`, from registers; past the span's end nothing is written."""
+def store_span(frag: cute.Tensor, row: cute.Tensor, part, thread, span: Constexpr, vec_bytes: Constexpr):
+    """A thread's share of the part-th span of `row`, from registers; past its end nothing is written."""
     for p in cutlass.range_constexpr(span.passes):
         vec = p * span.threads + thread
         if const_expr(span.exact):

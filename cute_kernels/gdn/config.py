@@ -1,29 +1,18 @@
 """Launch geometry of the packed GDN decode, apart from its device code: plain Python, no compiler needed.
 
-A head's state is Dv rows of Dk elements. Eight lanes own one row, so a warp walks the state four rows at a time
-(one "step"). A CTA owns `value_tile` consecutive rows of one head: `warps * steps * 4` of them.
+A head's state is D value rows of D keys. A warp owns four consecutive rows; a CTA owns `value_tile` of
+them, so it has value_tile / 4 warps. The tile says how rows are spread over CTAs, never how one row is
+summed.
 """
 
-LANES_PER_ROW = 8
-ROWS_PER_STEP = 32 // LANES_PER_ROW
-
-# value_tile -> (warps a CTA, steps a warp). The tile changes how rows are spread over CTAs, never how one row is summed.
-GEOMETRY: dict[int, tuple[int, int]] = {4: (1, 1), 8: (2, 1), 16: (4, 1), 32: (4, 2), 64: (4, 4)}
-
-VALUE_TILES: tuple[int, ...] = tuple(GEOMETRY)
+ROWS_PER_WARP = 4
+VALUE_TILES: tuple[int, ...] = (4, 8, 16, 32)
 
 
 def value_tile_for(rows: int, value_heads: int) -> int:
     """The value tile for a batch of `rows` rows with `value_heads` heads each.
 
-    Few (row, head) pairs: small tiles, so that one state is spread over many SMs and the step stays latency bound.
-    Many: large tiles, so that the work a CTA repeats (q, k, their norms) is shared by more state rows.
+    One row: 16, where latency is all and a CTA's warps share the lines of q, k and v. More: 8, the smallest
+    that the rate at which CTAs start does not bound; smaller CTAs keep the memory pipe fuller.
     """
-    heads = rows * value_heads
-    if heads <= 24:
-        return 4
-    if heads <= 96:
-        return 8
-    if heads <= 384:
-        return 16
-    return 32
+    return 16 if rows * value_heads <= 48 else 8

@@ -1,24 +1,33 @@
 """Packed single-token GDN decode: one step of the gated delta rule, state updated in place.
 
-For row b, value head h, key head h // (Hv/Hk), with S = state[state_indices[b], h] (D value rows of D keys), in fp32:
+For row b, value head h, key head h // (Hv/Hk), with S = state[state_indices[b], h] (D value rows of D
+keys), in fp32:
 
     q = q * rsqrt(sum(q^2) + 1e-6) * scale       k = k * rsqrt(sum(k^2) + 1e-6)
     S = S * exp(-exp(A_log) * softplus(a + dt_bias))
     d = (v - S k) * sigmoid(b)                    one value a state row
     S = S + d k^T                                 o = S q
 
-Shapes      mixed_qkv [B, (2*Hk + Hv) * D] act, any row stride; a, b [B, Hv] act, any row stride; A_log [Hv] fp32; dt_bias [Hv] fp32 or
-            act; state [N, Hv, D, D] fp32 or bf16, any slot stride; state_indices [B] int32 or int64, any stride; out [B, 1, Hv, D] act.
-Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile). Eight lanes own one state row, so a
-            warp step is four rows; lane j holds, of every 8 vectors of the row, the j-th. All loads of a warp are issued before
-            the first is used. q, k and their norms are formed by every warp: they come from L1/L2.
-            o = S_decayed q + d (k . q) is S q after the update, so both dot products run on the decayed state, side by side.
-Bytes       a row: 2 * Hv * D * D * state bytes, which is all that matters; (2*Hk + 2*Hv) * D * 2 for q, k, v, out.
+Shapes      mixed_qkv [B, (2*Hk + Hv) * D] act, any row stride; a, b [B, Hv] act, any row stride; A_log [Hv]
+            fp32; dt_bias [Hv] fp32 or act; state [N, Hv, D, D] fp32 or bf16, any slot stride; state_indices
+            [B] int32 or int64, any stride; out [B, 1, Hv, D] act.
+Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile); a warp owns
+            four. A lane holds one vector of a state row (16 bytes on SM90, 32 on SM100), so a row takes
+            `lanes` lanes and the warp covers its four rows in steps = lanes / 8 passes, all loaded before
+            the first is used. q, k and their norms are formed by every warp: they come from L1/L2. The sums
+            over a row halve what a lane carries as they go, so each row's total ends in one group of eight
+            lanes, its owner: the owner alone needs v and writes out; delta goes back to the row's lanes by
+            shuffle. o = S_decayed q + d (k . q) is S q after the update, so both dot products run on the
+            decayed state, side by side.
+Bytes       a row: 2 * Hv * D * D * state bytes, which is all that matters; (2*Hk + 2*Hv) * D * 2 for q, k,
+            v, out.
 Rounding    fp32 throughout; out once to act, a bf16 state once, from the same unrounded values.
-Order       each dot product runs along a lane's elements in two interleaved chains, then over the eight lanes by butterfly; no
-            reduction crosses a warp, so every value tile gives the same bits.
-Bounds      a row whose index is < 0 or >= N reads no state, writes no state and gets zeros. Slot offsets are 64 bits wide.
-PDL         A_log and dt_bias are loaded before the dependency wait: no predecessor writes them. Everything else after it.
+Order       a dot product runs along a lane's elements in two interleaved chains, then over the row's lanes
+            by butterfly; no reduction crosses a warp, so every value tile gives the same bits.
+Bounds      a row whose index is < 0 or >= N reads no state, writes no state and gets zeros. Slot offsets
+            are 64 bits wide.
+PDL         A_log and dt_bias are loaded before the dependency wait: no predecessor writes them. Everything
+            else after it.
 """
 
 from __future__ import annotations
@@ -31,25 +40,35 @@ from cutlass import Float32, Int64
 from cute_kernels.device import args, vector
 from cute_kernels.device.math import exp, fma, rsqrt, sigmoid, softplus
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.reduce import lanes_sum
-from cute_kernels.gdn.config import GEOMETRY, LANES_PER_ROW, ROWS_PER_STEP
+from cute_kernels.device.reduce import lanes_sum, lanes_sum_each
+from cute_kernels.gdn.config import ROWS_PER_WARP
 
 L2_EPS = 1e-6
+OWNERS = 32 // ROWS_PER_WARP  # lanes that end up with one row's total
 
 
 class GdnPackedDecode:
     """One specialisation: target, heads, head dimension, state width, value tile, vector width."""
 
     def __init__(
-        self, target: str, state_bits: int, key_heads: int, value_heads: int, head_dim: int, value_tile: int, vec_bytes: int
+        self,
+        target: str,
+        state_bits: int,
+        key_heads: int,
+        value_heads: int,
+        head_dim: int,
+        value_tile: int,
+        vec_bytes: int,
     ):
         self.key_heads, self.value_heads, self.dim, self.tile = key_heads, value_heads, head_dim, value_tile
         self.vec_bytes = vec_bytes
-        self.warps, self.steps = GEOMETRY[value_tile]
+        self.warps = value_tile // ROWS_PER_WARP
         self.tiles = head_dim // value_tile
-        # a lane's run of state elements is one vector of the target, whatever this call's alignment allows
-        self.run = min((16 if target == "sm_90a" else 32) * 8 // state_bits, head_dim // LANES_PER_ROW)
-        self.runs = head_dim // (LANES_PER_ROW * self.run)
+        # a lane's vector is the target's, whatever this call's alignment; a row has at least eight lanes
+        self.elems = min((16 if target == "sm_90a" else 32) * 8 // state_bits, head_dim // OWNERS)
+        self.lanes = head_dim // self.elems
+        self.rows_per_step = 32 // self.lanes
+        self.steps = ROWS_PER_WARP // self.rows_per_step
 
     @cute.jit
     def __call__(
@@ -93,8 +112,9 @@ class GdnPackedDecode:
         head_row, tile = cta // self.tiles, cta % self.tiles
         row, head = head_row // self.value_heads, head_row % self.value_heads
         warp, lane = tid // 32, tid % 32
-        lane_in_row = lane % LANES_PER_ROW
-        value = tile * self.tile + warp * (self.steps * ROWS_PER_STEP) + lane // LANES_PER_ROW  # + 4 a step
+        group, lane_in_row = lane // self.lanes, lane % self.lanes
+        first_row = tile * self.tile + warp * ROWS_PER_WARP
+        owned_row = first_row + (lane_in_row // OWNERS) * self.rows_per_step + group
         dim, act = self.dim, mixed_qkv.element_type
         release_dependents()
         rate = exp(A_log[head])
@@ -107,63 +127,67 @@ class GdnPackedDecode:
         key_head = head // (self.value_heads // self.key_heads)
         q = self.load_keys(packed, key_head, lane_in_row)
         k = self.load_keys(packed, self.key_heads + key_head, lane_in_row)
-        v = [packed[(2 * self.key_heads + head) * dim + value + s * ROWS_PER_STEP].to(Float32) for s in range(self.steps)]
+        v = packed[(2 * self.key_heads + head) * dim + owned_row].to(Float32)
         a_in, b_in = a[row, head].to(Float32), b[row, head].to(Float32)
 
         # keeps the loads above it: the compiler would sink them into the branch, behind the index's latency
         cute.arch.sync_warp()
-        result = cute.make_rmem_tensor((self.steps,), act)
-        result.fill(0)
+        o = Float32(0.0)
         if (slot >= 0) & (slot < state.shape[0]):
-            first = slot * state.stride[0] + (head * dim + value) * dim
+            first = slot * state.stride[0] + (head * dim + first_row + group) * dim
             rows, fragments = [], []
             for s in cutlass.range_constexpr(self.steps):
-                at = vector.row_at(state, first + s * ROWS_PER_STEP * dim, dim, self.vec_bytes * 8 // state.element_type.width)
-                fragment = cute.make_rmem_tensor((self.run, self.runs), state.element_type)
-                for r in cutlass.range_constexpr(self.runs):
-                    vector.load(fragment[None, r], at, r * LANES_PER_ROW + lane_in_row, self.vec_bytes)
+                at = vector.row_at(
+                    state,
+                    first + s * self.rows_per_step * dim,
+                    dim,
+                    self.vec_bytes * 8 // state.element_type.width,
+                )
+                fragment = cute.make_rmem_tensor((self.elems,), state.element_type)
+                vector.load(fragment, at, lane_in_row, self.vec_bytes)
                 rows.append(at)
                 fragments.append(fragment)
 
             # while the state is on its way: normalise q and k, form the gates
-            rq = rsqrt(self.row_dot(q, q) + L2_EPS) * scale
-            rk = rsqrt(self.row_dot(k, k) + L2_EPS)
+            rq = rsqrt(lanes_sum(self.dot(q, q), self.lanes) + L2_EPS) * scale
+            rk = rsqrt(lanes_sum(self.dot(k, k), self.lanes) + L2_EPS)
             q, k = [x * rq for x in q], [x * rk for x in k]
-            kq = self.row_dot(k, q)
+            kq = lanes_sum(self.dot(k, q), self.lanes)
             decay = exp(-(rate * softplus(a_in + bias)))
             beta = sigmoid(b_in)
 
+            decayed = []
             for s in cutlass.range_constexpr(self.steps):
                 wide = fragments[s].load().to(Float32)
-                decayed = [wide[i] * decay for i in range(self.run * self.runs)]
-                delta = (v[s] - self.row_dot(decayed, k)) * beta
-                result[s] = fma(delta, kq, self.row_dot(decayed, q)).to(act)
-                updated = cute.make_rmem_tensor((self.run, self.runs), Float32)
-                for i in cutlass.range_constexpr(self.run * self.runs):
-                    updated[i] = fma(delta, k[i], decayed[i])
-                fragments[s].store(updated.load().to(state.element_type))
-                for r in cutlass.range_constexpr(self.runs):
-                    vector.store(fragments[s][None, r], rows[s], r * LANES_PER_ROW + lane_in_row, self.vec_bytes)
-
-        if lane_in_row == 0:
+                decayed.append([wide[i] * decay for i in range(self.elems)])
+            sk = lanes_sum_each([self.dot(x, k) for x in decayed], self.lanes)
+            sq = lanes_sum_each([self.dot(x, q) for x in decayed], self.lanes)
+            delta = (v - sk) * beta
+            o = fma(delta, kq, sq)
+            updated = cute.make_rmem_tensor((self.elems,), Float32)
             for s in cutlass.range_constexpr(self.steps):
-                out[row, 0, head, value + s * ROWS_PER_STEP] = result[s]
+                d = cute.arch.shuffle_sync(delta, group * self.lanes + s * OWNERS)
+                for i in cutlass.range_constexpr(self.elems):
+                    updated[i] = fma(d, k[i], decayed[s][i])
+                fragments[s].store(updated.load().to(state.element_type))
+                vector.store(fragments[s], rows[s], lane_in_row, self.vec_bytes)
+
+        if lane % OWNERS == 0:
+            out[row, 0, head, owned_row] = o.to(act)
 
     def load_keys(self, packed: cute.Tensor, head, lane_in_row) -> list:
-        """A lane's elements of one D-wide head of the packed row, in fp32: the same places as its state elements."""
-        fragment = cute.make_rmem_tensor((self.run, self.runs), packed.element_type)
-        for r in range(self.runs):
-            at = (head * self.runs + r) * LANES_PER_ROW + lane_in_row
-            vector.load(fragment[None, r], packed, at, min(self.vec_bytes, self.run * 2))
+        """A lane's elements of one head of the packed row, in fp32: the same places as its state elements."""
+        fragment = cute.make_rmem_tensor((self.elems,), packed.element_type)
+        vector.load(fragment, packed, head * self.lanes + lane_in_row, self.vec_bytes)
         wide = fragment.load().to(Float32)
-        return [wide[i] for i in range(self.run * self.runs)]
+        return [wide[i] for i in range(self.elems)]
 
-    def row_dot(self, x: list, y: list) -> Float32:
-        """Dot product over a state row, in all of its eight lanes: two chains a lane, then a butterfly."""
+    def dot(self, x: list, y: list) -> Float32:
+        """A lane's part of a dot product over a row, in two chains."""
         even, odd = x[0] * y[0], x[1] * y[1]
         for i in range(2, len(x), 2):
             even, odd = fma(x[i], y[i], even), fma(x[i + 1], y[i + 1], odd)
-        return lanes_sum(even + odd, LANES_PER_ROW)
+        return even + odd
 
 
 def build(

@@ -1,11 +1,14 @@
 """HC apply: the block's output enters every residual stream through that stream's gate.
 
-    out[t, c, i] = act(fma(a[t, c], block[t, i], residual[t, c, i]))        a = 2 * sigmoid(sum over s of partials[t, s, c] / C)
+    a[t, c]      = 2 * sigmoid(sum over s of partials[t, s, c] / C)
+    out[t, c, i] = act(fma(a[t, c], block[t, i], residual[t, c, i]))
 
-Shapes      block [T, H] act, residual, out [T, W] act with W = C*H, partials [T, 8, C] fp32; H a multiple of 8.
-Work        one CTA a (row, stream): grid (T, C). The stream is one span (device/span.py): at H = 2560, 320 threads of 8 elements
-            on SM90, 160 of 16 where vectors are 32 bytes. Every thread forms the gate itself from 8 broadcast loads: cheaper
-            than a barrier. out may be residual itself: each element is read and written by one thread.
+Shapes      block [T, H] act, residual, out [T, W] act with W = C*H, partials [T, 8, C] fp32; H a multiple
+            of 8.
+Work        one CTA a (row, stream): grid (T, C). The stream is one span (device/span.py): at H = 2560, 320
+            threads of 8 elements on SM90, 160 of 16 where vectors are 32 bytes. Every thread forms the gate
+            itself from 8 broadcast loads: cheaper than a barrier. out may be residual itself: each element
+            is read and written by one thread.
 Bytes       a row: 2H (C times, from L2 after the first) + 2W + 32C read, 2W written.
 Rounding    fp32, once to act at the store.
 PDL         all inputs are written by predecessors: everything is loaded after the dependency wait.
@@ -31,7 +34,12 @@ class HcApply:
 
     @cute.jit
     def __call__(
-        self, block: cute.Tensor, residual: cute.Tensor, partials: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream
+        self,
+        block: cute.Tensor,
+        residual: cute.Tensor,
+        partials: cute.Tensor,
+        out: cute.Tensor,
+        stream: cuda.CUstream,
     ):
         rows = block.shape[0]
         if rows > 0:
@@ -48,14 +56,18 @@ class HcApply:
 
         await_predecessors()
         b, r = vector.span_fragment(span, dtype), vector.span_fragment(span, dtype)
-        vector.load_span(b, vector.row_of(block, t, self.hidden, self.vec_bytes), 0, tid, span, self.vec_bytes)
+        vector.load_span(
+            b, vector.row_of(block, t, self.hidden, self.vec_bytes), 0, tid, span, self.vec_bytes
+        )
         vector.load_span(r, vector.row_of(residual, t, width, self.vec_bytes), c, tid, span, self.vec_bytes)
         combined = combine(stream_gate(partials, t, c, self.streams), b, r, dtype)
-        vector.store_span(combined, vector.row_of(out, t, width, self.vec_bytes), c, tid, span, self.vec_bytes)
+        vector.store_span(
+            combined, vector.row_of(out, t, width, self.vec_bytes), c, tid, span, self.vec_bytes
+        )
 
 
 def build(target: str, *, dtype: str, hidden: int, streams: int, vec_bytes: int):
-    """The apply for `streams` streams of `hidden` elements; run-time arguments (block, residual, partials, out)."""
+    """For `streams` streams of `hidden` elements; run-time arguments (block, residual, partials, out)."""
     rows, width = args.rows(), streams * hidden
     return HcApply(target, hidden, streams, vec_bytes), (
         args.dense(dtype, rows, hidden, align=vec_bytes),

@@ -3,9 +3,10 @@
     partials[t, s, c] = dot(normed[t, s*W/8 : (s+1)*W/8], inject_weight[c, same])        s = 0..7, c = 0..C-1
 
 Shapes      normed [T, W] act, inject_weight [C, W] act, partials [T, 8, C] fp32; W a multiple of 64.
-Work        one CTA a (row, split): grid (T, 8). A split is one span (device/span.py): at W = 10240, 160 threads of 8 elements
-            on SM90, 96 of 16 (the last 16 idle) where vectors are 32 bytes. A thread accumulates all C streams, so the row
-            is read once. Butterfly over the warp, then the first C threads add the warps' sums in a fixed tree.
+Work        one CTA a (row, split): grid (T, 8). A split is one span (device/span.py): at W = 10240, 160
+            threads of 8 elements on SM90, 96 of 16 (the last 16 idle) where vectors are 32 bytes. A thread
+            accumulates all C streams, so the row is read once. Butterfly over the warp, then the first C
+            threads add the warps' sums in a fixed tree.
 Bytes       a row: 2W read + 32C written; the 2CW weight bytes come from L2 after the first row.
 Rounding    none but fp32 arithmetic: products of 16-bit values are exact in fp32 and added by fma.
 Order       no atomics, no workspace; the order of the sums depends on W, C and the target alone.
@@ -26,7 +27,6 @@ from cute_kernels.device.pdl import await_predecessors, release_dependents
 from cute_kernels.device.reduce import lanes_sum_each, pairwise_sum
 from cute_kernels.device.span import Span
 from cute_kernels.hyper.steps import SPLITS
-
 
 MAX_THREADS = 256
 
@@ -59,11 +59,15 @@ class HcGate:
         weights = []
         for c in cutlass.range_constexpr(self.streams):
             w = vector.span_fragment(span, inject_weight.element_type)
-            vector.load_span(w, vector.row_of(inject_weight, c, self.width, self.vec_bytes), s, tid, span, self.vec_bytes)
+            vector.load_span(
+                w, vector.row_of(inject_weight, c, self.width, self.vec_bytes), s, tid, span, self.vec_bytes
+            )
             weights.append(w)
         await_predecessors()
         x = vector.span_fragment(span, normed.element_type)
-        vector.load_span(x, vector.row_of(normed, t, self.width, self.vec_bytes), s, tid, span, self.vec_bytes)
+        vector.load_span(
+            x, vector.row_of(normed, t, self.width, self.vec_bytes), s, tid, span, self.vec_bytes
+        )
 
         xf = x.load().to(Float32)
         sums = []
@@ -90,7 +94,7 @@ class HcGate:
 
 
 def build(target: str, *, dtype: str, width: int, streams: int, vec_bytes: int):
-    """The gate for rows of `width` elements and `streams` streams; run-time arguments (normed, inject_weight, partials)."""
+    """For `streams` streams, rows of `width`; run-time arguments (normed, inject_weight, partials)."""
     rows = args.rows()
     return HcGate(target, width, streams, vec_bytes), (
         args.dense(dtype, rows, width, align=vec_bytes),

@@ -1,14 +1,16 @@
 """Grouped Gemma RMSNorm: each stream of a row normalised on its own.
 
-    out[t, g] = act(x[t, g] * rsqrt(mean(x[t, g]^2) + eps) * (1 + weight[g]))                  g = 0..G-1, G = W / group_size
+    out[t, g] = act(x[t, g] * rsqrt(mean(x[t, g]^2) + eps) * (1 + weight[g]))     g < G = W / group_size
 
 Shapes      x, out [T, W] act, weight [W] act; group_size a multiple of 8 that divides W.
-Work        one CTA a (row, group): grid (T, G). The group is one span (device/span.py): at 2560, 320 threads of 8 elements on
-            SM90, 160 of 16 where vectors are 32 bytes. x stays in registers between the sum of squares and the product, so it
-            is read once; out may be x itself, since a CTA has read its whole group before it writes any of it.
+Work        one CTA a (row, group): grid (T, G). The group is one span (device/span.py): at 2560, 320
+            threads of 8 elements on SM90, 160 of 16 where vectors are 32 bytes. x stays in registers
+            between the sum of squares and the product, so it is read once; out may be x itself, since a CTA
+            has read its whole group before it writes any of it.
 Bytes       a row: 2W read + 2W written; the 2W weight bytes come from L2 after the first row.
 Rounding    fp32 throughout, once to act at the store.
-Order       the sum of squares runs along a thread's elements, then butterfly, then a fixed tree over the warps.
+Order       the sum of squares runs along a thread's elements, then butterfly, then a fixed tree over the
+            warps.
 PDL         weight is loaded before the dependency wait: no predecessor writes it. x after it.
 """
 
@@ -33,7 +35,9 @@ class GroupedGemmaRmsnorm:
         self.span = Span.of(target, group_size, MAX_THREADS)
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32, stream: cuda.CUstream):
+    def __call__(
+        self, x: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, eps: Float32, stream: cuda.CUstream
+    ):
         rows = x.shape[0]
         if rows > 0:
             self.kernel(x, weight, out, eps).launch(
@@ -48,7 +52,9 @@ class GroupedGemmaRmsnorm:
         release_dependents()
 
         w = vector.span_fragment(span, dtype)
-        vector.load_span(w, vector.row_of(weight, 0, self.width, self.vec_bytes), g, tid, span, self.vec_bytes)
+        vector.load_span(
+            w, vector.row_of(weight, 0, self.width, self.vec_bytes), g, tid, span, self.vec_bytes
+        )
         await_predecessors()
         v = vector.span_fragment(span, dtype)
         vector.load_span(v, vector.row_of(x, t, self.width, self.vec_bytes), g, tid, span, self.vec_bytes)
@@ -57,7 +63,7 @@ class GroupedGemmaRmsnorm:
 
 
 def build(target: str, *, dtype: str, width: int, group_size: int, vec_bytes: int):
-    """The norm for rows of `width` elements in groups of `group_size`; run-time arguments (x, weight, out, eps)."""
+    """For rows of `width` elements in groups of `group_size`; run-time arguments (x, weight, out, eps)."""
     rows = args.rows()
     return GroupedGemmaRmsnorm(target, width, group_size, vec_bytes), (
         args.dense(dtype, rows, width, align=vec_bytes),

@@ -1,4 +1,4 @@
-"""The two steps that HC kernels compose, each written once: so a fused kernel and its separate parts give the same bits."""
+"""The steps HC kernels compose, each written once: fused and separate kernels give the same bits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_THREADS = 512
 
 
 def stream_gate(partials: cute.Tensor, t, c, streams: int) -> Float32:
-    """a[t, c] = 2 * sigmoid(sum over s of partials[t, s, c] / C), summed in order s = 0..7; every thread computes it."""
+    """a[t, c] = 2 * sigmoid(sum over s of partials[t, s, c] / C), summed s = 0..7, by every thread."""
     row = vector.row_of(partials, t, SPLITS * streams, 16)
     logit = row[c]
     for s in range(1, SPLITS):
         logit = logit + row[s * streams + c]
-    # a power of two divides exactly, as the contract's division; other stream counts divide with correct rounding
+    # multiplying by 1 / C is exact where C is a power of two; elsewhere a correctly rounded division
     mean = logit * (1.0 / streams) if streams & (streams - 1) == 0 else logit / Float32(streams)
     return Float32(2.0) * sigmoid(mean)
 

@@ -1,16 +1,16 @@
 """Rank-local MoE finalize: gather a token's expert rows, weight and sum them, add the gated shared expert.
 
-    acc     = fma(expert_out[idx[t, k]], w[t, k], acc)      k = 0..K-1 in order, skipping slots with idx < 0 or idx >= P
+    acc     = fma(expert_out[idx[t, k]], w[t, k], acc)      k = 0..K-1, skipping idx < 0 and idx >= P
     routed  = bf16(acc)
-    out[t]  = bf16(fma(gate[t], shared[t], routed))         gated; bf16(routed + shared[t]) ungated; routed without shared
+    out[t]  = bf16(fma(gate[t], shared[t], routed))         ungated: gate = 1; routed, without shared
 
-Shapes      expert_out [P, H] bf16, permuted_idx [T*K] int32, expert_weights [T, K] bf16 or fp32, shared_out [T, H] bf16 or absent,
-            shared_gate [T] fp32 or absent, out [T, H] bf16; H a multiple of 8.
-Work        grid (T, parts): a CTA of 64 threads owns 64 vectors of one row (8 elements each on SM90, 16 where vectors are
-            32 bytes), so one token at H = 2560 spreads over 5 CTAs (3). Every thread reads the K indices and weights itself
-            (broadcast loads), then has all its K + 1 vectors in flight at once by cp.async; a dropped slot's copy fills zeros
-            and reads nothing.
-            out may be shared_out itself: each element is read and written by one thread.
+Shapes      expert_out [P, H] bf16, permuted_idx [T*K] int32, expert_weights [T, K] bf16 or fp32, shared_out
+            [T, H] bf16 or absent, shared_gate [T] fp32 or absent, out [T, H] bf16; H a multiple of 8.
+Work        grid (T, parts): a CTA of 64 threads owns 64 vectors of one row (8 elements each on SM90, 16
+            where vectors are 32 bytes), so one token at H = 2560 spreads over 5 CTAs (3). Every thread
+            reads the K indices and weights itself (broadcast loads), then has all its K + 1 vectors in
+            flight at once by cp.async; a dropped slot's copy fills zeros and reads nothing. out may be
+            shared_out itself: each element is read and written by one thread.
 Bytes       a row: (valid slots + shared + out) * 2H + K * (4 + weight bytes), the latter once a CTA.
 Rounding    twice, both deliberate: routed to bf16, then the sum with the shared expert to bf16.
 Order       k ascending in one fma chain an element; no atomics.
@@ -34,10 +34,16 @@ THREADS = 64
 
 
 class MoeFinalize:
-    """One specialisation: target, hidden size, top-k, presence of the shared expert and its gate, vector width."""
+    """One specialisation: target, hidden size, top-k, shared expert and gate or not, vector width."""
 
     def __init__(self, target: str, hidden: int, top_k: int, shared: bool, gated: bool, vec_bytes: int):
-        self.hidden, self.top_k, self.shared, self.gated, self.vec_bytes = hidden, top_k, shared, gated, vec_bytes
+        self.hidden, self.top_k, self.shared, self.gated, self.vec_bytes = (
+            hidden,
+            top_k,
+            shared,
+            gated,
+            vec_bytes,
+        )
         self.elems = 8 if target == "sm_90a" or hidden % 16 else 16
         self.chunks = self.elems // 8  # 16-byte copies a vector
         self.sources = top_k + shared
@@ -58,7 +64,11 @@ class MoeFinalize:
         rows = out.shape[0]
         if rows > 0:
             self.kernel(expert_out, permuted_idx, expert_weights, shared_out, shared_gate, out).launch(
-                grid=(rows, self.parts, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
+                grid=(rows, self.parts, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=True,
             )
 
     @cute.kernel
@@ -88,7 +98,7 @@ class MoeFinalize:
         if const_expr(self.gated):
             gate = shared_gate[t]
 
-        # Each thread's vectors pass through shared memory slots of its own: K + 1 copies in flight, no registers, no barrier.
+        # A thread's vectors pass through shared memory of its own: K + 1 in flight, no registers, no barrier.
         stage = SmemAllocator().allocate_tensor(
             dtype, cute.make_layout((8, THREADS, self.chunks, self.sources)), byte_alignment=16
         )
@@ -123,7 +133,9 @@ class MoeFinalize:
         """Vector `vec` of a row of `source` into a thread's slot of shared memory, or zeros."""
         src = vector.row_of(source, row, self.hidden, 16)
         for j in range(self.chunks):
-            copy16_or_zero(slot[None, j].iterator, cute.local_tile(src, (8,), (vec * self.chunks + j,)).iterator, keep)
+            copy16_or_zero(
+                slot[None, j].iterator, cute.local_tile(src, (8,), (vec * self.chunks + j,)).iterator, keep
+            )
 
     def staged(self, stage: cute.Tensor, tid, source: int) -> list:
         """A thread's vector of one source, as fp32 values."""
@@ -131,8 +143,10 @@ class MoeFinalize:
         return [chunk[i] for chunk in chunks for i in range(8)]
 
 
-def build(target: str, *, hidden: int, top_k: int, weight_dtype: str, shared: bool, gated: bool, vec_bytes: int):
-    """The finalize for rows of `hidden` elements and `top_k` slots; run-time arguments as `MoeFinalize.__call__`, no stream."""
+def build(
+    target: str, *, hidden: int, top_k: int, weight_dtype: str, shared: bool, gated: bool, vec_bytes: int
+):
+    """For `top_k` slots of `hidden` elements; run-time arguments as `MoeFinalize.__call__`, no stream."""
     rows = args.rows()
     row = args.dense("bf16", rows, hidden, align=vec_bytes)
     return MoeFinalize(target, hidden, top_k, shared, gated, vec_bytes), (

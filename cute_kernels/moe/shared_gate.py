@@ -3,8 +3,8 @@
     out[t] = sigmoid(dot(x[t], weight))
 
 Shapes      x [T, H] act, weight [H] act, out [T] fp32; H a multiple of 8.
-Work        one CTA a row: grid (T). The row is one span (device/span.py): at H = 2560, 320 threads of 8 elements on SM90, 160 of
-            16 where vectors are 32 bytes.
+Work        one CTA a row: grid (T). The row is one span (device/span.py): at H = 2560, 320 threads of 8
+            elements on SM90, 160 of 16 where vectors are 32 bytes.
 Bytes       a row: 2H read + 4 written; the 2H weight bytes come from L2 after the first row.
 Rounding    none but fp32 arithmetic; never rounded to act.
 Order       fma along a thread's elements, butterfly over the warp, a fixed tree over the warps.
@@ -51,7 +51,9 @@ class SharedGate:
         release_dependents()
 
         w = vector.span_fragment(span, dtype)
-        vector.load_span(w, vector.row_of(weight, 0, self.hidden, self.vec_bytes), 0, tid, span, self.vec_bytes)
+        vector.load_span(
+            w, vector.row_of(weight, 0, self.hidden, self.vec_bytes), 0, tid, span, self.vec_bytes
+        )
         await_predecessors()
         v = vector.span_fragment(span, dtype)
         vector.load_span(v, vector.row_of(x, t, self.hidden, self.vec_bytes), 0, tid, span, self.vec_bytes)
