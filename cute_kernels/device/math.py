@@ -28,8 +28,8 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def rsqrt(x: Float32) -> Float32:
-    """1 / sqrt(x) to 2 ulp."""
-    return cute.math.rsqrt(x, approx=True)
+    """1 / sqrt(x) to 2 ulp, for x that is no denormal."""
+    return cute.math.rsqrt(x, approx=True, ftz=True)
 
 
 def select(condition, a, b):

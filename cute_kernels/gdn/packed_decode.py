@@ -11,14 +11,14 @@ keys), in fp32:
 Shapes      mixed_qkv [B, (2*Hk + Hv) * D] act, any row stride; a, b [B, Hv] act, any row stride; A_log [Hv]
             fp32; dt_bias [Hv] fp32 or act; state [N, Hv, D, D] fp32 or bf16, any slot stride; state_indices
             [B] int32 or int64, any stride; out [B, 1, Hv, D] act.
-Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile); a warp owns
-            four. A lane holds one vector of a state row (16 bytes on SM90, 32 on SM100), so a row takes
-            `lanes` lanes and the warp covers its four rows in steps = lanes / 8 passes, all loaded before
-            the first is used. q, k and their norms are formed by every warp: they come from L1/L2. The sums
-            over a row halve what a lane carries as they go, so each row's total ends in one group of eight
-            lanes, its owner: the owner alone needs v and writes out; delta goes back to the row's lanes by
-            shuffle. o = S_decayed q + d (k . q) is S q after the update, so both dot products run on the
-            decayed state, side by side.
+Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile); a warp owns 4 or
+            8 of them (config.py). A lane holds one vector of a state row (16 bytes on SM90, 32 on SM100), so
+            a row takes D / elems lanes and the warp covers its rows in `steps` passes, all loaded before the
+            first is used. q, k and their norms are formed by every warp: they come from L1/L2. The sums over
+            a row halve what a lane carries as they go, so each row's total ends in one group of lanes, its
+            owners: they alone need v and write out; delta goes back to the row's lanes by shuffle. Written
+            this way o = S_decayed q + d (k . q), which is S q after the update, both dot products run on the
+            decayed state, side by side. No shared memory: its carve-out costs a cold launch 0.2 us.
 Bytes       a row: 2 * Hv * D * D * state bytes, which is all that matters; (2*Hk + 2*Hv) * D * 2 for q, k,
             v, out.
 Rounding    fp32 throughout; out once to act, a bf16 state once, from the same unrounded values.
@@ -44,7 +44,6 @@ from cute_kernels.device.reduce import lanes_sum, lanes_sum_each
 from cute_kernels.gdn.config import ROWS_PER_WARP
 
 L2_EPS = 1e-6
-OWNERS = 32 // ROWS_PER_WARP  # lanes that end up with one row's total
 
 
 class GdnPackedDecode:
@@ -62,13 +61,16 @@ class GdnPackedDecode:
     ):
         self.key_heads, self.value_heads, self.dim, self.tile = key_heads, value_heads, head_dim, value_tile
         self.vec_bytes = vec_bytes
-        self.warps = value_tile // ROWS_PER_WARP
+        rows_per_warp = ROWS_PER_WARP[value_tile]
+        self.warps = value_tile // rows_per_warp
+        self.owners = 32 // rows_per_warp  # lanes that end up with one row's total
         self.tiles = head_dim // value_tile
         # a lane's vector is the target's, whatever this call's alignment; a row has at least eight lanes
-        self.elems = min((16 if target == "sm_90a" else 32) * 8 // state_bits, head_dim // OWNERS)
+        self.elems = min((16 if target == "sm_90a" else 32) * 8 // state_bits, head_dim // 8)
         self.lanes = head_dim // self.elems
         self.rows_per_step = 32 // self.lanes
-        self.steps = ROWS_PER_WARP // self.rows_per_step
+        self.rows_per_warp = rows_per_warp
+        self.steps = rows_per_warp // self.rows_per_step
 
     @cute.jit
     def __call__(
@@ -113,8 +115,8 @@ class GdnPackedDecode:
         row, head = head_row // self.value_heads, head_row % self.value_heads
         warp, lane = tid // 32, tid % 32
         group, lane_in_row = lane // self.lanes, lane % self.lanes
-        first_row = tile * self.tile + warp * ROWS_PER_WARP
-        owned_row = first_row + (lane_in_row // OWNERS) * self.rows_per_step + group
+        first_row = tile * self.tile + warp * self.rows_per_warp
+        owned_row = first_row + (lane_in_row // self.owners) * self.rows_per_step + group
         dim, act = self.dim, mixed_qkv.element_type
         release_dependents()
         rate = exp(A_log[head])
@@ -166,13 +168,13 @@ class GdnPackedDecode:
             o = fma(delta, kq, sq)
             updated = cute.make_rmem_tensor((self.elems,), Float32)
             for s in cutlass.range_constexpr(self.steps):
-                d = cute.arch.shuffle_sync(delta, group * self.lanes + s * OWNERS)
+                d = cute.arch.shuffle_sync(delta, group * self.lanes + s * self.owners)
                 for i in cutlass.range_constexpr(self.elems):
                     updated[i] = fma(d, k[i], decayed[s][i])
                 fragments[s].store(updated.load().to(state.element_type))
                 vector.store(fragments[s], rows[s], lane_in_row, self.vec_bytes)
 
-        if lane % OWNERS == 0:
+        if lane % self.owners == 0:
             out[row, 0, head, owned_row] = o.to(act)
 
     def load_keys(self, packed: cute.Tensor, head, lane_in_row) -> list:
