@@ -12,8 +12,8 @@ VALUE_TILES: tuple[int, ...] = tuple(ROWS_PER_WARP)
 def value_tile_for(rows: int, value_heads: int) -> int:
     """The value tile for a batch of `rows` rows with `value_heads` heads each.
 
-    Few: 32, eight warps of four rows, so that the step is as short as its chain of latencies and the warps of
-    a CTA share the lines of q, k and v. Many: 8, one warp of eight rows, so that what a warp repeats is shared
+    Few: 32, eight warps of four rows: the step is as short as its chain of latencies, and the warps of
+    a CTA share the lines of q, k and v. Many: 8, one warp of eight rows: what a warp repeats is shared
     by more rows, and CTAs of one warp come and go without waiting for each other.
     """
     return 32 if rows * value_heads <= 96 else 8
