@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Everything that has to run on a GPU, in stages, each with its own time limit and log. Run it in the repository's root, where
+# python3 can import the project and its dependencies (a GPU host without a package index: unpack them and set PYTHONPATH).
+#
+#   bash profiling/gpu_check.sh [STAGE...]        default: tests bench demo
+#
+#   tests      pytest, everything marked gpu
+#   bench      profiling.bench with peers, against what is asked of the kernels
+#   sanitize   compute-sanitizer over the tests marked sanitizer: memcheck, racecheck, initcheck (or one of these by its name)
+#   demo       profiling.demo
+#   ncu        Nsight Compute: one warm launch of every operator
+#
+# The summary comes last, on the terminal and as summary.md and summary.json. Exit code: 0 if every stage passed.
+#
+# RESULTS_DIR=DIR            logs and results (profiling/results/raw)
+# PYTHON=EXE                 the interpreter (python3)
+# TEST_ARGS, BENCH_ARGS, DEMO_ARGS, NCU_ARGS, SANITIZER_ARGS    added to a stage's arguments (TEST_ARGS: also to sanitize's)
+# LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_NCU   seconds a stage (a tool of sanitize) may take
+# COMPUTE_SANITIZER=EXE, NCU=EXE    the tools (what PATH or their usual folders hold)
+# FLASHNEXT_CACHE_DIR=DIR    compiled kernels (build/kernel-cache), so that only the first stage compiles
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3}
+RESULTS_DIR=${RESULTS_DIR:-profiling/results/raw}
+export FLASHNEXT_CACHE_DIR=${FLASHNEXT_CACHE_DIR:-$PWD/build/kernel-cache}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+mkdir -p "$RESULTS_DIR" "$FLASHNEXT_CACHE_DIR"
+failed=0
+
+# note NAME EXIT-CODE SECONDS LIMIT: the outcome of a stage, in stages.tsv; a later run of a stage replaces its line
+note() {
+  touch "$RESULTS_DIR/stages.tsv"
+  grep -v "^$1	" "$RESULTS_DIR/stages.tsv" >"$RESULTS_DIR/stages.part"
+  printf '%s\t%d\t%d\t%d\n' "$@" >>"$RESULTS_DIR/stages.part"
+  mv "$RESULTS_DIR/stages.part" "$RESULTS_DIR/stages.tsv"
+}
+
+# stage NAME SECONDS COMMAND...: logs to NAME.log and notes the outcome
+stage() {
+  local name=$1 limit=$2 start rc seconds
+  shift 2
+  echo "== $name: $*"
+  start=$(date +%s)
+  timeout --signal=INT --kill-after=15 "$limit" "$@" </dev/null 2>&1 | tee "$RESULTS_DIR/$name.log"
+  rc=${PIPESTATUS[0]}
+  seconds=$(($(date +%s) - start))
+  note "$name" "$rc" "$seconds" "$limit"
+  if [ $rc -ne 0 ]; then
+    failed=1
+    echo "== $name: FAILED (exit code $rc$([ $rc -eq 124 ] && echo ", out of time")) after $seconds s"
+  else
+    echo "== $name: ok, $seconds s"
+  fi
+}
+
+tests() {
+  # shellcheck disable=SC2086  # word splitting is meant, here and below
+  stage tests "${LIMIT_TESTS:-420}" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider --durations=10 ${TEST_ARGS:-}
+}
+
+bench() {
+  stage bench "${LIMIT_BENCH:-420}" "$PYTHON" -m profiling.bench --peers --json "$RESULTS_DIR/bench.json" ${BENCH_ARGS:-}
+}
+
+demo() {
+  stage demo "${LIMIT_DEMO:-180}" "$PYTHON" -m profiling.demo --json "$RESULTS_DIR/demo.json" ${DEMO_ARGS:-}
+}
+
+# tool NAME CANDIDATE...: the first candidate that can be run, on standard output
+tool() {
+  local name=$1 candidate
+  shift
+  for candidate in "$@"; do
+    [ -n "$candidate" ] && [ -x "$candidate" ] && echo "$candidate" && return 0
+  done
+  echo "== $name is not on this host" >&2
+  return 1
+}
+
+sanitize() {
+  local tool=$1 sanitizer
+  sanitizer=$(tool compute-sanitizer ${COMPUTE_SANITIZER-"$(type -P compute-sanitizer)" /usr/local/cuda*/bin/compute-sanitizer}) ||
+    { failed=1; note "$tool" 127 0 0; return; }
+  # API errors that a library provokes and handles are not ours; one process: kernels of child processes are the same ones
+  stage "$tool" "${LIMIT_SANITIZE:-420}" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 86 \
+    --target-processes application-only --print-limit 20 ${SANITIZER_ARGS:-} \
+    "$PYTHON" -m pytest -m "gpu and sanitizer" -q -p no:cacheprovider -o timeout=0 ${TEST_ARGS:-}
+}
+
+ncu() {
+  local profiler metrics
+  profiler=$(tool ncu ${NCU-"$(type -P ncu)" /opt/nvidia/nsight-compute/*/ncu}) ||
+    { failed=1; note ncu 127 0 0; return; }
+  metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum
+  metrics+=,launch__registers_per_thread,launch__grid_size,launch__block_size,launch__occupancy_limit_registers
+  metrics+=,launch__shared_mem_per_block_static,launch__shared_mem_per_block_dynamic
+  metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
+  # caches are flushed between passes; clocks are left as they are
+  stage ncu "${LIMIT_NCU:-180}" "$profiler" --profile-from-start off --clock-control none --cache-control all --replay-mode kernel \
+    --csv --page raw --metrics "$metrics" --log-file "$RESULTS_DIR/ncu.csv" "$PYTHON" -m profiling.once ${NCU_ARGS:-}
+}
+
+[ $# -gt 0 ] || set -- tests bench demo
+for name in "$@"; do
+  case $name in
+    tests | bench | demo | ncu | sanitize | memcheck | racecheck | initcheck | synccheck) ;;
+    *) echo "$name: no such stage; tests, bench, demo, ncu, sanitize, memcheck, racecheck, initcheck, synccheck" >&2; exit 2 ;;
+  esac
+done
+for name in "$@"; do
+  case $name in
+    sanitize) for tool in memcheck racecheck initcheck; do sanitize $tool; done ;;
+    *check) sanitize "$name" ;;
+    *) "$name" ;;
+  esac
+done
+echo
+"$PYTHON" -m profiling.summarise "$RESULTS_DIR" --markdown "$RESULTS_DIR/summary.md" --json "$RESULTS_DIR/summary.json" || failed=1
+exit $failed

@@ -1,0 +1,310 @@
+"""`python -m profiling.summarise LOGDIR`: what profiling/gpu_check.sh left in LOGDIR, as one short page.
+
+    python -m profiling.summarise LOGDIR [--markdown FILE] [--json FILE]
+
+Reads stages.tsv and the stages' logs and result files; whatever is absent is left out. The page names the
+GPU and never the machine: no host name, no absolute path. Prints the page; exit code 1 if a stage failed or
+a log does not say that it passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiling import acceptance
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+_COUNTS = re.compile(r"(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|errors?|warnings?)\b")
+_SUMMARY = re.compile(
+    r"=+ (?P<counts>.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) in [\d.]+s"
+)
+_QUIET_SUMMARY = re.compile(
+    r"^(?P<counts>(?:\d+ \w+, )*\d+ (?:passed|failed|skipped|errors?|deselected|warnings?)) in [\d.]+s"
+)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+)")
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
+_HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards?")
+_PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
+
+NCU_COLUMNS = {
+    "gpu__time_duration.sum": "time",
+    "dram__bytes_read.sum": "DRAM read",
+    "dram__bytes_write.sum": "DRAM written",
+    "lts__t_bytes.sum": "L2",
+    "launch__registers_per_thread": "registers",
+    "launch__grid_size": "grid",
+    "launch__block_size": "block",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active",
+}
+
+
+@dataclass
+class Stage:
+    """One stage: how it ended, and what its log says. findings: what a sanitizer found, None for other
+    stages and where it never said."""
+
+    name: str
+    rc: int
+    seconds: int
+    limit: int
+    counts: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    findings: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Exit code 0, no failing test, some test run where it is a test stage, a sanitizer's word that it
+        found nothing."""
+        tested = self.name in ("tests", *SANITIZERS)
+        clean = self.name not in SANITIZERS or self.findings == 0
+        ran = not tested or self.counts.get("passed", 0) > 0
+        bad = self.counts.get("failed", 0) + self.counts.get("errors", 0)
+        return self.rc == 0 and clean and ran and not bad
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        parts = [f"{count} {what}" for what, count in self.counts.items() if what != "warnings"]
+        if self.name in SANITIZERS:
+            parts.append("no summary of the tool" if self.findings is None else f"{self.findings} findings")
+        if self.rc in (124, 137) and self.seconds >= self.limit:
+            parts.append(f"stopped at its limit of {self.limit} s")
+        elif self.rc:
+            parts.append(f"exit code {self.rc}")
+        return ", ".join(parts) or "done"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def scrub(text: str) -> str:
+    """Text without the folders of absolute paths."""
+    return _PATH.sub("", text)
+
+
+def pytest_counts(log: str) -> dict[str, int]:
+    """Outcomes and their numbers, of the last closing line of pytest in a log; empty where there is none."""
+    for line in reversed(log.splitlines()):
+        match = _SUMMARY.search(line) or _QUIET_SUMMARY.match(line)
+        if match:
+            singular = {"error": "errors", "warning": "warnings"}
+            return {singular.get(what, what): int(n) for n, what in _COUNTS.findall(match["counts"])}
+    return {}
+
+
+def findings(log: str) -> int | None:
+    """What compute-sanitizer says that it found, over all of its summaries; None where it never said."""
+    numbers = [int(n) for pattern in (_ERRORS, _HAZARDS) for n in pattern.findall(log)]
+    return sum(numbers) if numbers else None
+
+
+def read_stages(folder: Path) -> list[Stage]:
+    """The stages that were run, in order, with what their logs say."""
+    table = folder / "stages.tsv"
+    stages = []
+    for line in table.read_text().splitlines() if table.exists() else ():
+        name, rc, seconds, limit = line.split("\t")
+        stage = Stage(name, int(rc), int(seconds), int(limit))
+        log = folder / f"{name}.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if name in ("tests", *SANITIZERS):
+            stage.counts = pytest_counts(text)
+            stage.failures = sorted({m[1] for line in text.splitlines() if (m := _FAILED.match(line))})
+        if name in SANITIZERS:
+            stage.findings = findings(text)
+        stages.append(stage)
+    return stages
+
+
+def read_ncu(path: Path) -> list[dict[str, str]]:
+    """The kernels of a raw-page CSV of Nsight Compute: name, and the metrics of NCU_COLUMNS with their
+    units."""
+    rows = list(
+        csv.reader(line for line in path.read_text(errors="replace").splitlines() if line.startswith('"'))
+    )
+    if len(rows) < 3 or "Kernel Name" not in rows[0]:
+        return []
+    head, units, *kernels = rows
+    at = {name: head.index(name) for name in ("Kernel Name", *NCU_COLUMNS) if name in head}
+    found = []
+    for row in kernels:
+        if len(row) != len(head):
+            continue
+        values = {"kernel": short_kernel(row[at["Kernel Name"]])}
+        for metric, label in NCU_COLUMNS.items():
+            if metric in at:
+                values[label] = f"{row[at[metric]]} {units[at[metric]]}".strip()
+        found.append(values)
+    return found
+
+
+def short_kernel(name: str) -> str:
+    """The class that a compiled kernel was traced from, where its name tells; else the name, cut."""
+    match = re.search(r"([A-Z]\w*?)_object_at", name)
+    return re.sub(r"^.*kernels?", "", match[1]) if match else name[:60]
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A result file, or None where there is none or it is not whole."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def condense(bench: Mapping[str, Any]) -> dict[str, Any]:
+    """A benchmark's result without its raw samples."""
+    runs = []
+    for run in bench["runs"]:
+        versions = [
+            {
+                "name": v["name"],
+                "error": v["error"] and scrub(v["error"]),
+                **{metric: _numbers(v[metric]) for metric in ("cold", "hot")},
+            }
+            for v in run["versions"]
+        ]
+        runs.append(
+            {
+                "op": run["op"],
+                "rows": run["rows"],
+                "served_by": run["served_by"],
+                "error": run["error"] and scrub(run["error"].strip().splitlines()[-1]),
+                "noise": run["noise"],
+                "versions": versions,
+                "host": {name: _numbers(call) for name, call in run["host"].items()},
+            }
+        )
+    kept = ("date", "command", "host", "settings", "missing_peers", "acceptance")
+    return {**{key: bench[key] for key in kept}, "runs": runs}
+
+
+def _numbers(timing: Mapping[str, Any] | None) -> dict[str, float] | None:
+    return {key: round(timing[key], 3) for key in ("median", "p10", "p90")} if timing else None
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """All that LOGDIR holds, as data."""
+    bench, demo = read_json(folder / "bench.json"), read_json(folder / "demo.json")
+    gpu = ((bench or {}).get("host") or {}).get("gpu") or ((demo or {}).get("host") or {}).get("gpu")
+    ncu = folder / "ncu.csv"
+    kept = ("layers", "tokens", "launches", "graph_kernels", "ops", "latency", "failures")
+    return {
+        "gpu": gpu or "unknown GPU",
+        "stages": [stage.to_json() | {"outcome": stage.outcome} for stage in read_stages(folder)],
+        "bench": condense(bench) if bench else None,
+        "demo": {key: demo[key] for key in kept if key in demo} if demo else None,
+        "ncu": read_ncu(ncu) if ncu.exists() else [],
+    }
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join([' --- '] * len(head))}|"]
+    return [*lines, *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows), ""]
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """The page."""
+    lines = [f"# Results on {summary['gpu']}", ""]
+    bench, demo = summary["bench"], summary["demo"]
+    if bench:
+        host = bench["host"]
+        versions = ", ".join(f"{name} {version}" for name, version in host["versions"].items())
+        lines += [f"{bench['date']}, driver {host.get('nvml', {}).get('driver', 'unknown')}, {versions}.", ""]
+    if summary["stages"]:
+        cells = [
+            (s["name"], "ok" if s["ok"] else "FAILED", s["outcome"], s["seconds"]) for s in summary["stages"]
+        ]
+        lines += ["## Stages", "", *_grid(("stage", "", "outcome", "s"), cells)]
+        lines += [f"- FAILED {test}" for s in summary["stages"] for test in s["failures"]]
+        lines += [""] if any(s["failures"] for s in summary["stages"]) else []
+    if bench:
+        lines += _bench_lines(bench)
+    if demo:
+        lines += _demo_lines(demo)
+    if summary["ncu"]:
+        head = list(summary["ncu"][0])
+        lines += ["## Nsight Compute, one warm launch each", ""]
+        lines += _grid(head, ([row.get(column, "") for column in head] for row in summary["ncu"]))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _bench_lines(bench: Mapping[str, Any]) -> list[str]:
+    settings = bench["settings"]
+    lines = [
+        "## Benchmark",
+        "",
+        f"`{bench['command']}`: {settings['blocks']} blocks of {settings['samples']} samples, versions "
+        f"interleaved, {settings['flush_bytes'] >> 20} MiB written before every cold sample.",
+        "",
+    ]
+    judged = [acceptance.Judgement(**entry) for entry in bench["acceptance"]]
+    if judged:
+        lines += ["```", acceptance.table(judged), "```", ""]
+    rows = []
+    for run in bench["runs"]:
+        name = f"{run['op']}, {run['rows']} row{'s' if run['rows'] > 1 else ''}"
+        if run["error"]:
+            rows.append((name, "", run["error"], ""))
+        for v in run["versions"]:
+            cold = v["cold"]
+            span = f"{cold['median']:.2f} ({cold['p10']:.2f}-{cold['p90']:.2f})" if cold else v["error"] or ""
+            rows.append((name, v["name"], span, f"{v['hot']['median']:.2f}" if v["hot"] else ""))
+    lines += _grid(("work", "version", "cold us (p10-p90)", "hot us"), rows)
+    calls = [
+        (run["op"], run["rows"], name, f"{call['median']:.2f}")
+        for run in bench["runs"]
+        for name, call in run["host"].items()
+    ]
+    return [*lines, *(_grid(("eager call", "rows", "form", "host us"), calls) if calls else [])]
+
+
+def _demo_lines(demo: Mapping[str, Any]) -> list[str]:
+    latency = ", ".join(f"{name} {value:.3f}" for name, value in demo["latency"].items() if value is not None)
+    lines = [
+        f"## Demo, {demo['layers']} layers",
+        "",
+        f"Latency: {latency}. Launches: {demo['launches']}.",
+        "",
+    ]
+    ops = []
+    for name, op in demo["ops"].items():
+        error = "not finite" if op["max_err"] is None else f"{op['max_err']:.2e}"
+        verdict = "ok" if op["ok"] else "FAILED"
+        ops.append((name, op["backend"], op["target"], error, f"{op['tolerance']:.2e}", verdict))
+    return [*lines, *_grid(("operator", "backend", "target", "error", "tolerance", ""), ops)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the page; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.summarise", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("folder", type=Path, metavar="LOGDIR")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data")
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        parser.error(f"{options.folder}: no such folder")
+    summary = summarise(options.folder)
+    page = markdown(summary)
+    print(page, end="")
+    if options.markdown:
+        options.markdown.write_text(page)
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0 if summary["stages"] and all(stage["ok"] for stage in summary["stages"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The benchmark on a real device: every version that needs no peer is right, and times are plausible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from profiling import bench, once, protocol
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_short_run(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    few = ["--blocks", "1", "--samples", "5", "--ops", "hc_gate,shared_gate", "--json", str(path)]
+    assert bench.main(few) in (0, 1), "1: too few samples to reach a target"
+    record = json.loads(path.read_text())
+    assert record["host"]["gpu"] == torch.cuda.get_device_name()
+    for run in record["runs"]:
+        assert run["error"] is None
+        assert run["served_by"].startswith("cute sm_")
+        assert run["host"]["launch function"]["median"] > 0
+        versions = {v["name"]: v for v in run["versions"]}
+        for version in versions.values():
+            assert version["error"] is None, version
+            assert 0.05 < version["hot"]["median"] < version["cold"]["median"] < 1000
+        assert versions["empty kernel"]["cold"]["median"] < versions["ours"]["cold"]["median"]
+        kernels = versions["ours"]["kernels"]
+        assert kernels is None or len(kernels) == 1, "one launch a call"
+
+
+def test_a_capture_is_what_a_replay_computes() -> None:
+    device = protocol.CudaDevice()
+    x = torch.ones(4, device=device.device)
+    graph = device.capture(lambda: x * 2, count=3)
+    x.fill_(5.0)
+    device.flush()
+    timing = device.time(graph)
+    device.synchronize()
+    assert graph.result.tolist() == [10.0] * 4
+    assert timing() > 0
+
+
+def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert once.main(["--ops", "hc_gate,gdn_packed_decode", "--rows", "2"]) == 0
+    assert "profiled gdn_packed_decode, 2 row(s)" in capsys.readouterr().out
