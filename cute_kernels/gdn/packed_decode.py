@@ -11,14 +11,16 @@ keys), in fp32:
 Shapes      mixed_qkv [B, (2*Hk + Hv) * D] act, any row stride; a, b [B, Hv] act, any row stride; A_log [Hv]
             fp32; dt_bias [Hv] fp32 or act; state [N, Hv, D, D] fp32 or bf16, any slot stride; state_indices
             [B] int32 or int64, any stride; out [B, 1, Hv, D] act.
-Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile); a warp owns 4 or
-            8 of them (config.py). A lane holds one vector of a state row (16 bytes on SM90, 32 on SM100), so
-            a row takes D / elems lanes and the warp covers its rows in `steps` passes, all loaded before the
-            first is used. q, k and their norms are formed by every warp: they come from L1/L2. The sums over
-            a row halve what a lane carries as they go, so each row's total ends in one group of lanes, its
-            owners: they alone need v and write out; delta goes back to the row's lanes by shuffle. Written
-            this way o = S_decayed q + d (k . q), which is S q after the update, both dot products run on the
-            decayed state, side by side. No shared memory: its carve-out costs a cold launch 0.2 us.
+Work        a CTA owns `value_tile` rows of one head's state: grid (B * Hv * D / value_tile); a warp owns
+            4 or 8 of them (config.py). A lane holds one vector of a state row (16 bytes on SM90, 32 on
+            SM100), so a row takes D / elems lanes and the warp covers its rows in `steps` passes, all
+            loaded before the first is used. q, k and their norms are formed by every warp: they come
+            from L1/L2. The sums over a row halve what a lane carries as they go, so each row's total
+            ends in one group of lanes, its owners: they alone need v and write out; delta goes back to
+            the row's lanes by shuffle. Written this way o = S_decayed q + d (k . q), which is S q after
+            the update, both dot products run on the decayed state, side by side; where d is Inf or NaN
+            the sum is taken again as it is defined. No shared memory: its carve-out costs a cold launch
+            0.2 us.
 Bytes       a row: 2 * Hv * D * D * state bytes, which is all that matters; (2*Hk + 2*Hv) * D * 2 for q, k,
             v, out.
 Rounding    fp32 throughout; out once to act, a bf16 state once, from the same unrounded values.
@@ -165,14 +167,24 @@ class GdnPackedDecode:
             sk = lanes_sum_each([self.dot(x, k) for x in decayed], self.lanes)
             sq = lanes_sum_each([self.dot(x, q) for x in decayed], self.lanes)
             delta = (v - sk) * beta
-            o = fma(delta, kq, sq)
-            updated = cute.make_rmem_tensor((self.elems,), Float32)
+            deltas = [
+                cute.arch.shuffle_sync(delta, group * self.lanes + s * self.owners) for s in range(self.steps)
+            ]
             for s in cutlass.range_constexpr(self.steps):
-                d = cute.arch.shuffle_sync(delta, group * self.lanes + s * self.owners)
+                values = self.update(decayed[s], deltas[s], k)
+                wide = cute.make_rmem_tensor((self.elems,), Float32)
                 for i in cutlass.range_constexpr(self.elems):
-                    updated[i] = fma(d, k[i], decayed[s][i])
-                fragments[s].store(updated.load().to(state.element_type))
+                    wide[i] = values[i]
+                fragments[s].store(wide.load().to(state.element_type))
                 vector.store(fragments[s], rows[s], lane_in_row, self.vec_bytes)
+
+            o = fma(delta, kq, sq)
+            # where delta is not finite the shortcut may find Inf in place of NaN: there, the sum as defined
+            if cute.arch.vote_any_sync(delta - delta != 0.0):
+                o = lanes_sum_each(
+                    [self.dot(self.update(decayed[s], deltas[s], k), q) for s in range(self.steps)],
+                    self.lanes,
+                )
 
         if lane % self.owners == 0:
             out[row, 0, head, owned_row] = o.to(act)
@@ -183,6 +195,10 @@ class GdnPackedDecode:
         vector.load(fragment, packed, head * self.lanes + lane_in_row, self.vec_bytes)
         wide = fragment.load().to(Float32)
         return [wide[i] for i in range(self.elems)]
+
+    def update(self, decayed: list, delta: Float32, k: list) -> list:
+        """A lane's part of a row after the update."""
+        return [fma(delta, k[i], decayed[i]) for i in range(self.elems)]
 
     def dot(self, x: list, y: list) -> Float32:
         """A lane's part of a dot product over a row, in two chains."""

@@ -1,0 +1,62 @@
+"""Marks, and the backends that tests of the operators run on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+from bindings.targets import target_of
+from tests.harness import Backend
+
+torch.set_num_threads(
+    1
+)  # the tests' tensors are small, and their workers (or other processes) share the cores
+settings.register_profile("tests", deadline=None, derandomize=True, max_examples=25, print_blob=True)
+settings.load_profile("tests")
+
+
+def _backends() -> list[object]:
+    """The torch reference on the CPU; with a GPU also there, and the CuTe kernels where the GPU is one of
+    their targets."""
+    found = [pytest.param(Backend("reference", "cpu"), id="reference-cpu", marks=pytest.mark.cpu)]
+    if torch.cuda.is_available():
+        found.append(pytest.param(Backend("reference", "cuda:0"), id="reference-cuda", marks=pytest.mark.gpu))
+        if target_of(torch.device("cuda:0")) is not None:
+            found.append(pytest.param(Backend("cute", "cuda:0"), id="cute-cuda", marks=pytest.mark.gpu))
+    return found
+
+
+@pytest.fixture(params=_backends())
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every backend that this machine can run."""
+    chosen: Backend = request.param
+    return chosen
+
+
+@pytest.fixture(params=["reference", "cute"])
+def gpu_backend(request: pytest.FixtureRequest) -> Backend:
+    """Every backend on a GPU, for tests marked gpu."""
+    device = torch.device("cuda:0")
+    if request.param == "cute" and target_of(device) is None:
+        pytest.skip(f"no kernels are built for sm_{torch.cuda.get_device_capability(device)}")
+    return Backend(request.param, str(device))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`cpu` is what needs no GPU. `sanitizer` is for kernels of this project: not for torch's, which the
+    reference runs. Tests that need more GPUs than there are skip, and say so."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        multi, single = item.get_closest_marker("multi_gpu"), item.get_closest_marker("gpu")
+        if multi is None and single is None:
+            item.add_marker(pytest.mark.cpu)
+        parameters = (
+            item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        )
+        if getattr(parameters.get("backend"), "name", parameters.get("gpu_backend")) == "reference":
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "sanitizer"]
+        needed = 2 if multi else 1 if single else 0
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {gpus}"))
