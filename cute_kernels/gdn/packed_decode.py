@@ -40,7 +40,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cute_kernels.device import args, vector
-from cute_kernels.device.math import exp, fma, rsqrt, sigmoid, softplus
+from cute_kernels.device.math import exp, fma, rsqrt, select, sigmoid, softplus
 from cute_kernels.device.pdl import await_predecessors, release_dependents
 from cute_kernels.device.reduce import lanes_sum, lanes_sum_each
 from cute_kernels.gdn.config import ROWS_PER_WARP
@@ -170,21 +170,20 @@ class GdnPackedDecode:
             deltas = [
                 cute.arch.shuffle_sync(delta, group * self.lanes + s * self.owners) for s in range(self.steps)
             ]
+            updated = []
             for s in cutlass.range_constexpr(self.steps):
-                values = self.update(decayed[s], deltas[s], k)
+                updated.append([fma(deltas[s], k[i], decayed[s][i]) for i in range(self.elems)])
                 wide = cute.make_rmem_tensor((self.elems,), Float32)
                 for i in cutlass.range_constexpr(self.elems):
-                    wide[i] = values[i]
+                    wide[i] = updated[s][i]
                 fragments[s].store(wide.load().to(state.element_type))
                 vector.store(fragments[s], rows[s], lane_in_row, self.vec_bytes)
 
             o = fma(delta, kq, sq)
-            # where delta is not finite the shortcut may find Inf in place of NaN: there, the sum as defined
-            if cute.arch.vote_any_sync(delta - delta != 0.0):
-                o = lanes_sum_each(
-                    [self.dot(self.update(decayed[s], deltas[s], k), q) for s in range(self.steps)],
-                    self.lanes,
-                )
+            # where delta is not finite this may be Inf in place of NaN: there the sum is taken as defined
+            finite = delta - delta == 0.0
+            if cute.arch.vote_any_sync(not finite):
+                o = select(finite, o, lanes_sum_each([self.dot(x, q) for x in updated], self.lanes))
 
         if lane % self.owners == 0:
             out[row, 0, head, owned_row] = o.to(act)
@@ -195,10 +194,6 @@ class GdnPackedDecode:
         vector.load(fragment, packed, head * self.lanes + lane_in_row, self.vec_bytes)
         wide = fragment.load().to(Float32)
         return [wide[i] for i in range(self.elems)]
-
-    def update(self, decayed: list, delta: Float32, k: list) -> list:
-        """A lane's part of a row after the update."""
-        return [fma(delta, k[i], decayed[i]) for i in range(self.elems)]
 
     def dot(self, x: list, y: list) -> Float32:
         """A lane's part of a dot product over a row, in two chains."""

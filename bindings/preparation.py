@@ -1,0 +1,137 @@
+"""`warmup`: compiles and loads what a model's decode steps need, before a CUDA-graph capture can no longer do
+it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bindings import dispatch
+from bindings.checks import integer
+from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
+from bindings.registry import OPS, ModelConfig, Op, op_named
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """What to prepare. model: shapes and dtypes. ops: names, or None for every operator. batch_sizes: rows of
+    the steps to come (kernels depend on them only where a tile is chosen by them). devices: None is the
+    current CUDA device, if there is one. unaligned: also the variants for tensors that start at odd multiples
+    of 16 bytes.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    ops: tuple[str, ...] | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    devices: tuple[torch.device | str, ...] | None = None
+    unaligned: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One implementation on one device. seconds: what compiling and loading took; next to nothing where it
+    had run before, or where there is nothing to prepare (backend "reference")."""
+
+    op: str
+    device: torch.device
+    backend: str | None
+    implementation: str
+    target: str | None
+    params: Mapping[str, Any]
+    seconds: float
+
+    def __str__(self) -> str:
+        params = ", ".join(f"{k}={v}" for k, v in self.params.items())
+        detail = f" for {self.target} ({params})" if params else ""
+        return f"{self.op} on {self.device}: {self.implementation}{detail}, {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What `warmup` prepared, in order."""
+
+    entries: tuple[Prepared, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The time that it all took."""
+        return sum(e.seconds for e in self.entries)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.entries), f"{len(self.entries)} prepared in {self.seconds:.2f} s"])
+
+
+def warmup(
+    config: WarmupConfig | None = None, *, progress: Callable[[str], None] | None = None
+) -> WarmupReport:
+    """Compiles and loads, on every device of `config`, what its calls would get under the current backend
+    selection.
+
+    Call it before a CUDA-graph capture, with the shapes and dtypes to be captured. progress: called with a
+    line per implementation, such as `print`. Raises InvalidArgument for an unknown operator or a batch size
+    below 1, BackendUnavailable if a forced backend cannot serve one of the calls, WarmupRequired inside a
+    capture.
+    """
+    config = config or WarmupConfig()
+    operators = list(OPS.values()) if config.ops is None else [op_named(name) for name in config.ops]
+    entries: list[Prepared] = []
+    for device in _devices(config):
+        if dispatch.capturing(device):
+            raise WarmupRequired(f"warmup: {device} is inside a CUDA-graph capture, allowed only before it")
+        for op in operators:
+            for entry in _prepare(op, config, device):
+                entries.append(entry)
+                if progress is not None:
+                    progress(str(entry))
+    return WarmupReport(tuple(entries))
+
+
+def _devices(config: WarmupConfig) -> list[torch.device]:
+    if config.devices is None:
+        return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    found = [torch.device(d) for d in config.devices]
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
+        for d in found
+    ]
+
+
+def _prepare(op: Op, config: WarmupConfig, device: torch.device) -> Iterator[Prepared]:
+    done: list[tuple[Mapping[str, Any], int]] = []
+    for rows in config.batch_sizes:
+        if integer("warmup", "batch_sizes", rows) < 1:
+            raise InvalidArgument(f"warmup: batch_sizes: got {rows}, allowed integers >= 1")
+        call = op.examine(op.new_call(config.model, rows, "meta"), concrete=False)
+        for params in ({}, {"vec_bytes": 16}) if config.unaligned else ({},):
+            with dispatch.override(op.name, **params):
+                resolution = dispatch.resolve(call, dispatch.selected(), device)
+            if resolution.backend is None:
+                raise BackendUnavailable(f"{op.name}: {resolution.reason}")
+            implementation = resolution.implementation
+            loading = rows if implementation is None else implementation.rows_to_load(rows)
+            if (resolution.params, loading) not in done:
+                done.append((resolution.params, loading))
+                yield _load(op, config.model, resolution, loading, device)
+
+
+def _load(
+    op: Op, model: ModelConfig, resolution: dispatch.Resolution, rows: int, device: torch.device
+) -> Prepared:
+    """Runs what was resolved on `rows` rows, unless it is the reference or a kernel that has run before."""
+    start = time.perf_counter()
+    name = "reference" if resolution.implementation is None else resolution.implementation.name
+    if resolution.implementation is not None and (rows or not dispatch.is_ready(resolution, device)):
+        launch = dispatch.launcher(op, resolution, device)
+        arguments = op.new_call(model, rows, device)
+        call = op.examine(arguments)
+        outs = [torch.empty(o.shape, dtype=o.dtype, device=device) for o in call.outputs]
+        launch(*arguments.inputs, *outs, *call.kernel_scalars)
+        dispatch.mark_ready(resolution, device)
+    elapsed = time.perf_counter() - start
+    return Prepared(
+        op.name, device, resolution.backend, name, resolution.target, dict(resolution.params), elapsed
+    )
