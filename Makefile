@@ -78,5 +78,5 @@ endif
 
 # Only what these rules make; an environment named by VENV is its owner's.
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

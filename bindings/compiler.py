@@ -90,8 +90,7 @@ def available() -> bool:
 def flavour() -> int | None:
     """The CUDA major version of the DSL build that a compilation uses: the DSL takes the newest one that is
     installed and that the driver, if there is one, can run. None if the DSL is not installed."""
-    package = package_directory("nvidia_cutlass_dsl")
-    names = [p.name[2:] for p in package.glob("cu[0-9]*")] if package else []
+    names = [p.name[2:] for d in package_directories("nvidia_cutlass_dsl") for p in d.glob("cu[0-9]*")]
     majors = [int(name) for name in names if name.isdigit()]
     version = ctypes.c_int(0)
     try:
@@ -101,10 +100,10 @@ def flavour() -> int | None:
     return max((m for m in majors if failed or m <= version.value // 1000), default=None)
 
 
-def package_directory(name: str) -> Path | None:
-    """Where a package is installed, without importing it."""
+def package_directories(name: str) -> list[Path]:
+    """Where a package is installed, without importing it: several places for one in parts, or none."""
     spec = importlib.util.find_spec(name)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
 
 
 def _version(distribution: str) -> str | None:

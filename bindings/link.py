@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bindings.compiler import flavour, package_directory
+from bindings.compiler import flavour, package_directories
 from bindings.elf import Elf
 
 SHIM = r"""
@@ -97,9 +97,10 @@ def compiler() -> list[str] | None:
 def archive(cudart: int) -> Path | None:
     """The DSL's static host runtime for a major version of the CUDA runtime, or None where it is not
     installed."""
-    package = package_directory("nvidia_cutlass_dsl")
-    found = package / f"cu{cudart}" / "lib" / "libcuda_dialect_runtime_static.a" if package else None
-    return found if found and found.is_file() else None
+    inside = Path(f"cu{cudart}") / "lib" / "libcuda_dialect_runtime_static.a"
+    return next(
+        (d / inside for d in package_directories("nvidia_cutlass_dsl") if (d / inside).is_file()), None
+    )
 
 
 @functools.cache
@@ -159,8 +160,7 @@ def library(object_: bytes, cudart: int) -> bytes:
         raise LinkError(
             f"the DSL's host runtime for CUDA {cudart} is not installed: nvidia-cutlass-dsl[cu{cudart}]"
         )
-    tvm_ffi = package_directory("tvm_ffi")
-    ffi = tvm_ffi / "lib" / "libtvm_ffi.so" if tvm_ffi else None
+    ffi = next((d / "lib" / "libtvm_ffi.so" for d in package_directories("tvm_ffi")), None)
     if ffi is None or not ffi.is_file():
         raise LinkError("apache-tvm-ffi is not installed")
     try:

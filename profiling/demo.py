@@ -110,7 +110,7 @@ def table(reports: dict[str, OpReport]) -> str:
             columns.format(op, report.backend, report.target or "-", report.calls, checked, *numbers)
         )
         lines += [f"    {verdict}" for verdict in report.verdicts if not verdict.ok]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def eager_ms(chain: DecodeChain) -> float:
