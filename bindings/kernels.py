@@ -16,7 +16,8 @@ from bindings.registry import IMPLEMENTATIONS, Call, Composite, Guard, Implement
 from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
 
 MAX_STREAMS = 8
-MAX_SPAN = 16384
+MAX_SPAN = 16384  # elements that one CTA holds in registers
+MAX_ROW = 65536  # elements of a gate's row, of which a CTA holds an eighth of every stream
 MAX_TOP_K = 32
 HEAD_DIMS = (64, 128)
 MAX_GRID = 2**31 - 1
@@ -71,7 +72,7 @@ TABLE: tuple[Implementation, ...] = (
         module="cute_kernels.hyper.gate",
         params=lambda c: {"dtype": c.dtype("normed"), "width": c["W"], "streams": c["C"]},
         vectors=("normed", "inject_weight"),
-        guards=(activations("normed"), multiple("W", 64), at_most("C", MAX_STREAMS)),
+        guards=(activations("normed"), multiple("W", 64), at_most("W", MAX_ROW), at_most("C", MAX_STREAMS)),
     ),
     Kernel(
         op="hc_apply",
@@ -93,7 +94,7 @@ TABLE: tuple[Implementation, ...] = (
         module="cute_kernels.moe.shared_gate",
         params=lambda c: {"dtype": c.dtype("x"), "hidden": c["H"]},
         vectors=("x", "weight"),
-        guards=(activations("x"), multiple("H", 8)),
+        guards=(activations("x"), multiple("H", 8), at_most("H", MAX_SPAN)),
     ),
     Kernel(
         op="moe_finalize",
