@@ -202,7 +202,12 @@ def main(argv: list[str] | None = None) -> int:
         if not root.exists() and not options.dir:
             print(f"{root}: nothing stored")
             return 0
-        return list_store(root) if options.list else clear_store(root)
+        code = list_store(root) if options.list else clear_store(root)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, `head` say, had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

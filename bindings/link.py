@@ -113,6 +113,12 @@ def cudart_major() -> int | None:
     return flavour()
 
 
+def possible() -> bool:
+    """Whether a library can be made here, as far as can be told without trying."""
+    major = cudart_major()
+    return compiler() is not None and major is not None and archive(major) is not None
+
+
 def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)

@@ -112,7 +112,7 @@ def _obtain(key: Key) -> tuple[Entry, bool]:
         entry = store.find(name, key) if store else None
     except DamagedEntryError:
         entry = None  # `prepare` says so and builds it again
-    if entry is not None and (entry.has(LIBRARY) or link.compiler() is None):
+    if entry is not None and (entry.has(LIBRARY) or not link.possible()):
         return entry, False
     return jit.prepare(key.module, key.target, key.params, rebuild=entry is not None), True
 

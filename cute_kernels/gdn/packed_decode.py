@@ -40,7 +40,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cute_kernels.device import args, vector
-from cute_kernels.device.math import exp, fma, rsqrt, select, sigmoid, softplus
+from cute_kernels.device.math import exp, fma, rsqrt_normal, select, sigmoid, softplus
 from cute_kernels.device.pdl import await_predecessors, release_dependents
 from cute_kernels.device.reduce import lanes_sum, lanes_sum_each
 from cute_kernels.gdn.config import ROWS_PER_WARP
@@ -93,7 +93,7 @@ class GdnPackedDecode:
             self.kernel(mixed_qkv, a, b, A_log, dt_bias, state, state_indices, out, scale).launch(
                 grid=(rows * self.value_heads * self.tiles, 1, 1),
                 block=(self.warps * 32, 1, 1),
-                min_blocks_per_mp=1,
+                min_blocks_per_mp=1,  # or the compiler, after occupancy, serialises the loads
                 stream=stream,
                 use_pdl=True,
             )
@@ -153,8 +153,8 @@ class GdnPackedDecode:
                 fragments.append(fragment)
 
             # while the state is on its way: normalise q and k, form the gates
-            rq = rsqrt(lanes_sum(self.dot(q, q), self.lanes) + L2_EPS) * scale
-            rk = rsqrt(lanes_sum(self.dot(k, k), self.lanes) + L2_EPS)
+            rq = rsqrt_normal(lanes_sum(self.dot(q, q), self.lanes) + L2_EPS) * scale
+            rk = rsqrt_normal(lanes_sum(self.dot(k, k), self.lanes) + L2_EPS)
             q, k = [x * rq for x in q], [x * rk for x in k]
             kq = lanes_sum(self.dot(k, q), self.lanes)
             decay = exp(-(rate * softplus(a_in + bias)))

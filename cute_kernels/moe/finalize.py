@@ -66,7 +66,7 @@ class MoeFinalize:
             self.kernel(expert_out, permuted_idx, expert_weights, shared_out, shared_gate, out).launch(
                 grid=(rows, self.parts, 1),
                 block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
+                min_blocks_per_mp=1,  # or the compiler, after occupancy, serialises the loads
                 stream=stream,
                 use_pdl=True,
             )
