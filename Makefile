@@ -50,7 +50,7 @@ lint: $(ENV)
 
 check: $(ENV)
 	@echo "== every kernel for $(TARGETS)"
-	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --check
+	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --sample --check
 
 env: $(ENV)
 

@@ -24,7 +24,7 @@ from bindings import targets
 from bindings.checks import Output
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
 from bindings.plans import Plan, PlanCache, data_ptr
-from bindings.registry import IMPLEMENTATIONS, OPS, Arguments, Call, Implementation, Op
+from bindings.registry import IMPLEMENTATIONS, OPS, Arguments, Call, Implementation, Kernel, Op
 from cute_kernels.gdn.config import VALUE_TILES
 
 BACKENDS = ("auto", "cute", "reference")
@@ -80,8 +80,14 @@ def backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def override(op: str, **params: Any) -> Iterator[None]:
-    """Within the context, constexpr parameters of an operator's kernel are those given: for tests and
-    tuning."""
+    """Within the context, tuning parameters of an operator's kernel are those given, which changes no result:
+    for tests and measurements."""
+    tunable = {k: v for i in IMPLEMENTATIONS[op] if isinstance(i, Kernel) for k, v in i.tuning.items()}
+    tunable["vec_bytes"] = (16,)
+    for name, value in params.items():
+        if value not in tunable.get(name, ()):
+            allowed = "; ".join(f"{k} of {', '.join(map(str, v))}" for k, v in tunable.items())
+            raise InvalidArgument(f"override of {op}: got {name}={value!r}, allowed {allowed}")
     current = _selection.get()
     kept = tuple(
         o for o in current.overrides if (o[0], o[1]) not in {(OPS[op].name, name) for name in params}

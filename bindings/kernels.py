@@ -12,7 +12,16 @@ from typing import Any
 
 from bindings import contracts as contracts  # declares the operators that implementations are registered for
 from bindings import gemm_mix, targets
-from bindings.registry import IMPLEMENTATIONS, Call, Composite, Guard, Implementation, Kernel, register
+from bindings.registry import (
+    IMPLEMENTATIONS,
+    Call,
+    Composite,
+    Guard,
+    Implementation,
+    Kernel,
+    ModelConfig,
+    register,
+)
 from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
 
 MAX_STREAMS = 8
@@ -147,14 +156,17 @@ for _implementation in TABLE:
     register(_implementation)
 
 
-def precompile_configs(target: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def precompile_configs(
+    target: str, model: ModelConfig | None = None, *, sample: bool = False
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(operator, device module, constexpr parameters) of all that an ahead-of-time build for `target` holds.
 
-    The default model's shapes in every dtype combination of the contract, every tuning value, and the 16-byte
-    variants that a target with wider vectors falls back to."""
+    A model's shapes (by default the default model's) in every dtype combination of the contract, with every
+    tuning value, and the 16-byte variants that a target with wider vectors falls back to. sample: the last
+    two for the model's own dtypes alone, which is every kernel but not every combination."""
     if target not in targets.TARGETS:
         raise ValueError(f"target: got {target!r}, allowed {', '.join(targets.TARGETS)}")
     for op, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            for params in implementation.variants(target):
+            for params in implementation.variants(target, model, sample=sample):
                 yield op, implementation.name, params

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -129,10 +130,18 @@ def _run(command: Sequence[str]) -> None:
         raise LinkError(f"{command[0]} exited with status {done.returncode}: " + " | ".join(lines[:4]))
 
 
-@functools.cache
+_making_parts = threading.Lock()
+
+
 def _parts(cc: tuple[str, ...], cudart: int) -> tempfile.TemporaryDirectory[str]:
     """What every link of this process takes: the shim, and an empty library that stands for the CUDA
     runtime, so that none need be installed here. Removed when the process ends."""
+    with _making_parts:  # threads that came at once would each make them, and lose all but one's
+        return _made_parts(cc, cudart)
+
+
+@functools.cache
+def _made_parts(cc: tuple[str, ...], cudart: int) -> tempfile.TemporaryDirectory[str]:
     directory = tempfile.TemporaryDirectory(prefix="flashnext-link-")
     at = Path(directory.name)
     (at / "shim.c").write_text(SHIM)

@@ -2,7 +2,8 @@
 one uses.
 
     python -m bindings.precompile --targets sm_90a,sm_100a,sm_103a --out DIR
-                                  [--check] [--json FILE] [--jobs N] [--kernels OP,...]
+                                  [--sample] [--model SIZE=N,...] [--check] [--json FILE] [--jobs N]
+                                  [--kernels OP,...]
 
 Needs no GPU. The directory then serves as a read-only store (`FLASHNEXT_AOT_DIR=DIR`) on hosts of the same
 CPU architecture. Where a C compiler is found here, such a host needs torch, apache-tvm-ffi and the CUDA
@@ -23,11 +24,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from bindings import cache, compiler, jit, link, sass, targets
+from bindings.errors import InvalidArgument
+from bindings.registry import ModelConfig
 from bindings.store import LIBRARY, OBJECT, DamagedEntryError, Entry, Key, Store, is_entry_name
 
 NOTE = "sass.json"
@@ -66,14 +69,16 @@ class Result:
         return {**row, **self.report.as_json()}
 
 
-def registered(target_names: Sequence[str]) -> list[Config]:
-    """Every registered kernel configuration of the targets."""
+def registered(
+    target_names: Sequence[str], model: ModelConfig | None = None, *, sample: bool = False
+) -> list[Config]:
+    """Every registered kernel configuration of the targets, as `kernels.precompile_configs` gives them."""
     from bindings import kernels
 
     return [
         Config(op, Key.of(module, target, params))
         for target in target_names
-        for op, module, params in kernels.precompile_configs(target)
+        for op, module, params in kernels.precompile_configs(target, model, sample=sample)
     ]
 
 
@@ -283,6 +288,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--targets", default=",".join(targets.TARGETS), help="comma-separated (default: all)")
     parser.add_argument("--out", type=Path, required=True, help="directory to fill")
+    parser.add_argument(
+        "--sample", action="store_true", help="every kernel, but not every combination of dtypes and tuning"
+    )
+    parser.add_argument(
+        "--model", default="", help="sizes other than the default model's: key_heads=8,value_heads=24"
+    )
     parser.add_argument("--check", action="store_true", help="fail on any spill or use of stack")
     parser.add_argument("--json", type=Path, help="also write the reports to this file")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -294,13 +305,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--targets: got {target!r}, allowed {', '.join(targets.TARGETS)}")
     if options.jobs < 1:
         parser.error(f"--jobs: got {options.jobs}, allowed integers >= 1")
-    configs = registered(names)
+    try:
+        configs = registered(names, _model(options.model), sample=options.sample)
+    except InvalidArgument as error:
+        parser.error(f"--model: {error}")
     wanted = [k.strip() for k in options.kernels.split(",") if k.strip()]
     known = {c.kernel for c in configs}
     for kernel in wanted:
         if kernel not in known:
             parser.error(f"--kernels: got {kernel!r}, allowed {', '.join(sorted(known))}")
     return run([c for c in configs if not wanted or c.kernel in wanted], options)
+
+
+def _model(text: str) -> ModelConfig:
+    """The default model with other sizes."""
+    sizes = {f.name for f in fields(ModelConfig) if isinstance(f.default, int)}
+    chosen: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        if name not in sizes or not number.isdecimal() or int(number) < 1:
+            raise InvalidArgument(f"got {part!r}, allowed SIZE=N with SIZE of {', '.join(sorted(sizes))}")
+        chosen[name] = int(number)
+    return replace(ModelConfig(), **chosen)
 
 
 def run(configs: Sequence[Config], options: argparse.Namespace) -> int:

@@ -264,8 +264,10 @@ class Implementation:
         """The launch function: tensors (None where absent), outputs, then `kernel_scalars`."""
         raise NotImplementedError
 
-    def variants(self, target: str) -> Iterator[dict[str, Any]]:
-        """The parameter sets that an ahead-of-time build holds; none where nothing is compiled."""
+    def variants(
+        self, target: str, model: ModelConfig | None = None, *, sample: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """The parameter sets that an ahead-of-time build for a model holds; none if nothing is compiled."""
         return iter(())
 
     def rows_to_load(self, rows: int) -> int:
@@ -303,26 +305,28 @@ class Kernel(Implementation):
     def rows_to_load(self, rows: int) -> int:
         return 0  # the compiled function loads its module whatever the rows, and launches nothing for none
 
-    def variants(self, target: str) -> Iterator[dict[str, Any]]:
-        """Every combination of the operator's axes; tuning values and 16-byte accesses for the default
-        one."""
-        op = OPS[self.op]
+    def variants(
+        self, target: str, model: ModelConfig | None = None, *, sample: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Every combination of the operator's axes, tuning values and access widths: all that calls of the
+        model can ask for. sample: tuning values and 16-byte accesses for the model's own dtypes alone."""
+        op, model = OPS[self.op], model or ModelConfig()
         seen: list[dict[str, Any]] = []
 
         def of(config: ModelConfig) -> dict[str, Any]:
             return self.specialise(op.examine(op.new_call(config, 1, "meta"), concrete=False), target)
 
+        own = of(model)
         for values in itertools.product(*op.axes.values()):
-            params = of(replace(ModelConfig(), **dict(zip(op.axes, values, strict=True))))
-            if params not in seen:
-                seen.append(params)
-        default = of(ModelConfig())
-        for values in itertools.product(*self.tuning.values()):
-            for vec_bytes in (default["vec_bytes"], 16):
-                params = {**default, **dict(zip(self.tuning, values, strict=True)), "vec_bytes": vec_bytes}
-                if params not in seen:
-                    seen.append(params)
-        return iter(seen)
+            params = of(replace(model, **dict(zip(op.axes, values, strict=True))))
+            tuned = itertools.product(*self.tuning.values())
+            for chosen in tuned if params == own or not sample else ():
+                for vec_bytes in (params["vec_bytes"], 16):
+                    seen.append(
+                        {**params, **dict(zip(self.tuning, chosen, strict=True)), "vec_bytes": vec_bytes}
+                    )
+            seen.append(params)
+        return iter({tuple(params.items()): params for params in seen}.values())
 
 
 @dataclass(frozen=True, kw_only=True)

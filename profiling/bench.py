@@ -1,7 +1,7 @@
 """`python -m profiling.bench`: times the kernels by the protocol of protocol.py, beside floors and
 published kernels.
 
-    python -m profiling.bench [--ops A,B] [--rows 1,4] [--peers] [--gdn-tiles 4,8,16,32] [--json FILE]
+    python -m profiling.bench [--ops A,B] [--rows 1,4] [--peers] [--gdn-tiles 8,16,32] [--json FILE]
                               [--blocks 7] [--samples 31] [--quick] [--no-host]
 
 A run is one piece of work with one number of rows (cases.py); all its versions are interleaved: ours twice,

@@ -1,7 +1,7 @@
-"""fp32 math to the contracts' error, each function once, so that equal arguments give equal bits in every kernel.
+"""fp32 math to the contracts' error, each function once: equal arguments give equal bits in every kernel.
 
-A multiply-add that a contract names is written as `fma`. Inside exp, sigmoid and softplus the compiler may fuse
-further.
+A multiply-add that a contract names is written as `fma`. Inside exp, sigmoid and softplus the compiler may
+fuse further.
 """
 
 from __future__ import annotations

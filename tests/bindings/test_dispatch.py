@@ -388,6 +388,20 @@ def test_override_of_what_a_path_does_not_have(compiled: Jit) -> None:
         assert explain("hc_mix", **make("hc_mix")).params == {}
 
 
+@pytest.mark.parametrize(
+    ("op", "params"),
+    [
+        ("gdn_packed_decode", {"value_tyle": 8}),
+        ("gdn_packed_decode", {"value_tile": 4}),
+        ("hc_gate", {"width": 64}),
+        ("hc_gate", {"vec_bytes": 32}),
+    ],
+)
+def test_only_what_changes_no_result_is_overridden(op: str, params: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match=f"^override of {op}: got "), dispatch.override(op, **params):
+        pass
+
+
 def test_forced_value_tile(compiled: Jit) -> None:
     call = make("gdn_packed_decode")
 

@@ -62,9 +62,6 @@ class FakeCuda:
     def current_device(self) -> int:
         return 0
 
-    def is_current_stream_capturing(self) -> bool:
-        return self.capturing
-
 
 @pytest.mark.cpu
 class TestGateStreams:
@@ -74,6 +71,7 @@ class TestGateStreams:
     def cuda(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         fake = FakeCuda()
         monkeypatch.setattr(hyper.torch, "cuda", fake)
+        monkeypatch.setattr(hyper, "capturing", lambda device: fake.capturing)
         gate = ops.hc_gate
 
         def logged(*args: object, **kw: object) -> Tensor:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,8 @@ def test_kernel_module_fits_its_registration(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_103a"])
 def test_precompile_configs(target: str) -> None:
-    """Everything the default model needs, once each, and few enough for every CI run to compile."""
-    found = list(kernels.precompile_configs(target))
+    """A sample with every kernel, dtype and tuning value, once each, few enough for every CI run."""
+    found = list(kernels.precompile_configs(target, sample=True))
     keys = [(module, tuple(sorted(params.items()))) for _, module, params in found]
     assert len(set(keys)) == len(keys)
     assert len(keys) <= 60
@@ -133,6 +135,23 @@ def test_precompile_configs(target: str) -> None:
     shared = {(p["shared"], p["gated"]) for o, _, p in found if o == "moe_finalize"}
     assert shared == {(True, True), (True, False), (False, False)}
     assert by_field["grouped_gemma_rmsnorm", "width"] == {10240}
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize("model", [ModelConfig(), ModelConfig(key_heads=8, value_heads=24, streams=2)])
+def test_precompile_configs_hold_all_that_calls_ask_for(target: str, model: ModelConfig) -> None:
+    held = {(op, frozenset(p.items())) for op, _, p in kernels.precompile_configs(target, model)}
+    for kernel in kernels.TABLE:
+        if not isinstance(kernel, Kernel):
+            continue
+        op = OPS[kernel.op]
+        for values in itertools.product(*op.axes.values()):
+            config = replace(model, **dict(zip(op.axes, values, strict=True)))
+            for rows in (1, 8, 9, 33, 86, 257):
+                call = op.examine(op.new_call(config, rows, "meta"), concrete=False)
+                asked = kernel.specialise(call, target)
+                for vec_bytes in (asked["vec_bytes"], 16):
+                    assert (op.name, frozenset({**asked, "vec_bytes": vec_bytes}.items())) in held
 
 
 def test_precompile_configs_of_an_unknown_target() -> None:

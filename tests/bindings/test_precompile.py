@@ -45,7 +45,9 @@ def build(
 
     def run(configs: list[Config], *options: str) -> tuple[int, str, str]:
         monkeypatch.setattr(
-            precompile, "registered", lambda targets: [c for c in configs if c.key.target in targets]
+            precompile,
+            "registered",
+            lambda targets, model, sample: [c for c in configs if c.key.target in targets],
         )
         code = precompile.main(["--out", str(tmp_path / "out"), "--jobs", "1", *options])
         captured = capsys.readouterr()
@@ -232,6 +234,8 @@ def test_kernels_selects(build: Any) -> None:
     [
         (["--targets", "sm_80"], "--targets: got 'sm_80', allowed sm_90a, sm_100a, sm_103a"),
         (["--jobs", "0"], "--jobs: got 0, allowed integers >= 1"),
+        (["--model", "hidden=0"], "--model: got 'hidden=0', allowed SIZE=N with SIZE of head_dim, hidden, "),
+        (["--model", "dtype=2"], "--model: got 'dtype=2', allowed SIZE=N with SIZE of head_dim, hidden, "),
         (["--kernels", "nothing"], "--kernels: got 'nothing', allowed add"),
     ],
 )

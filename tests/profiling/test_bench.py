@@ -182,11 +182,11 @@ def test_floors_are_judged(told: FakeDevice, tmp_path: Path, monkeypatch: pytest
 def test_tiles_and_copies(told: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "COPY_FROM_ROWS", 2)
     code, record = run(
-        told, tmp_path, "--ops", "gdn_packed_decode", "--rows", "2", "--gdn-tiles", "4,32", "--no-host"
+        told, tmp_path, "--ops", "gdn_packed_decode", "--rows", "2", "--gdn-tiles", "8,32", "--no-host"
     )
     assert code == 0
     versions = {v["name"]: v for v in record["runs"][0]["versions"]}
-    assert {"tile 4", "tile 32", "copy, 4 GiB", "copy, same bytes"} <= set(versions)
+    assert {"tile 8", "tile 32", "copy, 4 GiB", "copy, same bytes"} <= set(versions)
     assert versions["copy, same bytes"]["bytes"] == 2 * 2 * 12 * 128 * 128 * 4
     assert versions["copy, 4 GiB"]["hot"] is None
     assert all(v["error"] is None for v in versions.values())

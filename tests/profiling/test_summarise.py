@@ -102,7 +102,7 @@ def test_outcomes_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "clean"),
     [
-        ("in /root/work/site/x.py:3", "in x.py:3"),
+        ("in /home/user/site/x.py:3", "in x.py:3"),
         ("RuntimeError: '/tmp/a/b' is gone", "RuntimeError: 'b' is gone"),
         ("tests/ops/test_x.py and 3/4 GB/s", "tests/ops/test_x.py and 3/4 GB/s"),
     ],
