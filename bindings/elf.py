@@ -33,7 +33,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Symbol:
-    """One symbol. weak: need not be found at load time. versioned: its library states a version for it."""
+    """One symbol. weak: need not be found at load time."""
 
     name: str
     undefined: bool

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bindings import ops
+from bindings.dispatch import capturing
 from bindings.errors import InvalidArgument
 from bindings.reference import SPLITS
 
@@ -120,6 +121,12 @@ class HyperConnection:
     w_down: [R, C*H]. w_up: [C*H, R]. All bf16 or fp16, of one dtype, on one device. streams: C. gate_stream:
     "side" runs the gate on a stream of its own while the block computes (CUDA only), "main" on the current
     one.
+
+    norm_weight and inject_weight are read before a kernel waits for its predecessor (programmatic dependent
+    launch, PDL): neither may be written by the kernel directly before the call that reads it, nor by one that
+    only operators of this package separate from it; any ordinary kernel in between, an event wait or a
+    synchronisation makes it safe. A foreign kernel that uses PDL but skips its own wait breaks the chain for
+    these kernels too. `write` reads the norm weight of its next_norm.
 
     The side stream is shared by the connections of a device. So while a CUDA graph is being captured on a
     device, no other thread may read on it.
@@ -275,7 +282,7 @@ class _GateStreams:
         """Runs the gate on the side stream behind what the current stream has queued: partials and end."""
         index = _index(normed.device)
         side, main = self.prepare(normed.device), torch.cuda.current_stream(index)
-        captured = torch.cuda.is_current_stream_capturing()
+        captured = capturing(normed.device)
         if not captured:
             self._settle(index, main)
         rows, streams = normed.shape[0], inject_weight.shape[0]

@@ -11,6 +11,12 @@ Raises InvalidArgument (before anything is allocated, launched or written), Back
 backend cannot serve the call, WarmupRequired inside a graph capture that a first call would break.
 `bindings.explain` tells what serves a call.
 
+`weight`, `norm_weight`, `inject_weight`, `A_log` and `dt_bias` are read before a kernel waits for its
+predecessor (programmatic dependent launch, PDL): a parameter may not be written by the kernel directly before
+the operator that reads it, nor by one that only operators of this package separate from it. Any ordinary
+kernel in between, an event wait or a synchronisation makes it safe. All other inputs may come from the kernel
+directly before. A foreign kernel that uses PDL but skips its own wait breaks the chain for these kernels too.
+
 The same operators are `torch.ops.flashnext.<name>` and `.out`, which torch.compile and other tracers see.
 """
 

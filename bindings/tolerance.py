@@ -142,7 +142,6 @@ RULES = {
     "hc_mix": Rule(_mix_slack, {torch.bfloat16: 0.90, torch.float16: 0.80}),
     "shared_gate": Rule(_relative_slack(2e-6)),
     "moe_finalize": Rule(_sum_slack),
-    # S q after the update may be summed as (S before) q + d (k q); an infinite v then gives Inf for NaN.
     "gdn_packed_decode": Rule(_gdn_out_slack),
     # A bf16 state: half its spacing on top, like every 16-bit result.
     "gdn_packed_decode.state": Rule(_relative_slack(5e-6)),

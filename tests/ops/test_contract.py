@@ -68,14 +68,16 @@ def test_fused_is_unfused(case: Case, backend: Backend) -> None:
         assert_same_bits(normed, alone, "normed")
 
 
-@pytest.mark.parametrize("case", [case for op in IN_PLACE for case in table(op)])
+def in_place() -> list[object]:
+    """The cases with an input whose memory an output may be: not moe_finalize without a shared expert."""
+    return [p for op in IN_PLACE for p in table(op) if "experts=alone" not in str(p.id)]
+
+
+@pytest.mark.parametrize("case", in_place())
 def test_in_place(case: Case, backend: Backend) -> None:
     """Where an output may be an input's memory, the result is the same, and only that input changes."""
     written, overwritten = IN_PLACE[case.op]
     inputs = case.inputs()
-    if inputs.get(overwritten) is None:
-        assert case.op == "moe_finalize"
-        return
     expected = call(case.op, Placement(case.op, inputs, backend.device).arguments, backend)
     placed = Placement(case.op, inputs, backend.device)
     outs = placed.outputs()
