@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from bindings import kernels as kernels  # fills the registry
+from bindings.registry import IMPLEMENTATIONS, Kernel
 from bindings.targets import target_of
 from tests.harness import Backend
 
@@ -45,8 +47,8 @@ def gpu_backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`cpu` is what needs no GPU. `sanitizer` is for kernels of this project: not for torch's, which the
-    reference runs. Tests that need more GPUs than there are skip, and say so."""
+    """`cpu` is what needs no GPU. `sanitizer` is for kernels of this project: not for torch's and the BLAS's,
+    which the reference and the GEMM path run. Tests that need more GPUs than there are skip, and say so."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         multi, single = item.get_closest_marker("multi_gpu"), item.get_closest_marker("gpu")
@@ -55,7 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = (
             item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         )
-        if getattr(parameters.get("backend"), "name", parameters.get("gpu_backend")) == "reference":
+        reference = getattr(parameters.get("backend"), "name", parameters.get("gpu_backend")) == "reference"
+        served_by = IMPLEMENTATIONS.get(getattr(parameters.get("case"), "op", ""))
+        if reference or (served_by and not any(isinstance(i, Kernel) for i in served_by)):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "sanitizer"]
         needed = 2 if multi else 1 if single else 0
         if gpus < needed:
