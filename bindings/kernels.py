@@ -26,7 +26,7 @@ from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
 
 MAX_STREAMS = 8
 MAX_SPAN = 16384  # elements that one CTA holds in registers
-MAX_ROW = 65536  # elements of a gate's row, of which a CTA holds an eighth of every stream
+MAX_ROW = 65536  # elements of a row that several CTAs share
 MAX_TOP_K = 32
 HEAD_DIMS = (64, 128)
 MAX_GRID = 2**31 - 1
@@ -74,7 +74,16 @@ TABLE: tuple[Implementation, ...] = (
         module="cute_kernels.hyper.norm",
         params=lambda c: {"dtype": c.dtype("x"), "width": c["W"], "group_size": c["G"]},
         vectors=("x", "weight", "out"),
-        guards=(activations("x"), multiple("G", 8), at_most("G", MAX_SPAN)),
+        guards=(
+            activations("x"),
+            multiple("G", 8),
+            at_most("G", MAX_SPAN),
+            Guard(
+                "a row has at most 65535 groups",
+                lambda c: c["W"] // c["G"] <= 65535,
+                lambda c: c["W"] // c["G"],
+            ),
+        ),
     ),
     Kernel(
         op="hc_gate",

@@ -186,7 +186,8 @@ class GdnPackedDecode:
                 o = select(finite, o, lanes_sum_each([self.dot(x, q) for x in updated], self.lanes))
 
         if lane % self.owners == 0:
-            out[row, 0, head, owned_row] = o.to(act)
+            values = vector.row_of(out, Int64(row) * self.value_heads + head, dim, 16)
+            values[owned_row] = o.to(act)
 
     def load_keys(self, packed: cute.Tensor, head, lane_in_row) -> list:
         """A lane's elements of one head of the packed row, in fp32: the same places as its state elements."""

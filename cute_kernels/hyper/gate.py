@@ -18,7 +18,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import args, vector
@@ -89,7 +89,7 @@ class HcGate:
             scratch[lane // lanes, tid // 32] = total
         cute.arch.sync_threads()
         if tid < self.streams:
-            out = vector.row_of(partials, t * SPLITS + s, self.streams, 4)
+            out = vector.row_of(partials, Int64(t) * SPLITS + s, self.streams, 4)
             out[tid] = pairwise_sum([scratch[tid, k] for k in range(span.warps)])
 
 
