@@ -125,7 +125,12 @@ TABLE: tuple[Implementation, ...] = (
             "gated": c.has("shared_gate"),
         },
         vectors=("expert_out", "shared_out", "out"),
-        guards=(dtype_is("expert_out", "bf16"), multiple("H", 8), at_most("K", MAX_TOP_K)),
+        guards=(
+            dtype_is("expert_out", "bf16"),
+            multiple("H", 8),
+            at_most("H", MAX_ROW),
+            at_most("K", MAX_TOP_K),
+        ),
     ),
     Kernel(
         op="gdn_packed_decode",

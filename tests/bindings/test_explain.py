@@ -20,8 +20,12 @@ GUARDED: list[tuple[str, str, str]] = [
     ("hc_apply_norm", "H is at most 16384", "got 16392"),
     ("hc_apply_norm", "C is at most 8", "got 9"),
     ("grouped_gemma_rmsnorm", "G is at most 16384", "got 16392"),
+    ("grouped_gemma_rmsnorm", "a row has at most 65535 groups", "got 65536"),
+    ("hc_gate", "W is at most 65536", "got 65600"),
     ("shared_gate", "H is a multiple of 8", "got 12"),
+    ("shared_gate", "H is at most 16384", "got 16392"),
     ("moe_finalize", "H is a multiple of 8", "got 12"),
+    ("moe_finalize", "H is at most 65536", "got 65544"),
     ("moe_finalize", "K is at most 32", "got 33"),
     ("gdn_packed_decode", "D is 64 or 128", "got 32"),
     ("gdn_packed_decode", "outer stride of mixed_qkv is a multiple of 16 bytes", "got 1026"),
@@ -39,6 +43,12 @@ def unguarded(op: str, guard: str) -> Call:
         if "state" in guard:
             call["state"] = torch.zeros(2, 4 * 64 * 64 + 1)[:, : 4 * 64 * 64].view(2, 4, 64, 64)
         return call
+    if guard.endswith("groups"):
+        return make(op, 1, replace(SMALL, hidden=8, streams=65536))
+    if guard.startswith("W"):
+        return make(op, 1, replace(SMALL, hidden=65600, streams=1))
+    if guard == "H is at most 65536":
+        return make(op, 1, replace(SMALL, hidden=65544))
     if guard.startswith("H is a"):
         return make(op, config=replace(SMALL, hidden=12 if "multiple" in guard else 16392))
     if guard.startswith("G"):
@@ -94,7 +104,7 @@ def test_grid_guard() -> None:
     """Too many rows to allocate: asked on tensors without memory."""
     op = OPS["gdn_packed_decode"]
     (grid,) = [g for g in IMPLEMENTATIONS[op.name][0].guards if "fit a grid" in g.description]
-    for rows, holds in ((5_000_000, True), (6_000_000, False)):
+    for rows, holds in ((11_000_000, True), (12_000_000, False)):
         call = op.examine(op.new_call(ModelConfig(), rows, "meta"), concrete=False)
         assert grid.holds(call) == holds
 
