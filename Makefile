@@ -2,7 +2,11 @@
 #
 #   make demo [ARGS="--layers 8 --json demo.json"]
 #   make test [ARGS="-k hyper"]
-#   make lint | check | env | clean
+#   make lint     ruff, mypy
+#   make check    every kernel compiled for every target
+#   make env      the environment alone
+#   make clean    removes .venv, build and caches
+#   make help     this text
 #
 # VENV=DIR    the environment (default .venv). `VENV=` (empty) makes none and installs nothing: PYTHON is used as it is, for
 #             a host that has the packages and no package index.
@@ -28,15 +32,56 @@ PY := $(VENV)/bin/python
 ENV := $(VENV)/.installed
 endif
 
-.PHONY: demo test lint check env clean
+# What a target that runs the project waits for.
+READY := $(or $(ENV),packages)
+
+# Both print nothing where an interpreter will do, else why not; any Python must be able to read them.
+define CAN_MAKE_ENVIRONMENT
+import sys
+if not (3, 10) <= sys.version_info[:2] < (3, 15):
+    print("is Python %d.%d" % sys.version_info[:2])
+else:
+    try:
+        import ensurepip, venv
+    except ImportError as error:
+        print("has no module %s" % error.name)
+endef
+define CAN_RUN
+import sys
+if not (3, 10) <= sys.version_info[:2] < (3, 15):
+    print("is Python %d.%d, needed is 3.10 to 3.14" % sys.version_info[:2])
+else:
+    from importlib.util import find_spec
+    print(", ".join("has no " + name for name in ("torch", "numpy") if not find_spec(name)))
+endef
+export CAN_MAKE_ENVIRONMENT CAN_RUN
+
+# why INTERPRETER PROGRAM, in a recipe
+WHY := why() { command -v "$$1" >/dev/null 2>&1 || { echo "not found"; return; }; \
+  "$$1" -c "$$2" 2>/dev/null || echo "does not run"; }
+
+# An environment that is there keeps its interpreter, whatever PYTHON says.
+ifneq ($(and $(ENV),$(PYTHON),$(wildcard $(PY))),)
+BASE := import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+HAS := $(shell $(PY) -c '$(BASE)' 2>/dev/null)
+ifneq ($(HAS),$(shell $(PYTHON) -c '$(BASE)' 2>/dev/null))
+$(warning PYTHON=$(PYTHON) is not used: $(VENV) is there, made with $(HAS). Remove it first, or name another VENV)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: demo test lint check env clean help packages
 .DELETE_ON_ERROR:
 
-demo: $(ENV)
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY)
 	$(PY) -m profiling.demo $(ARGS)
 
 # pytest comes last, so that its closing line is the last one printed. Without a GPU the tests share the cores; with one they
 # take turns on it.
-test: lint check
+test: $(READY) lint check
 	@echo "== pytest"
 	@workers=""; if [ -z "$(GPU)" ] && $(PY) -c 'import xdist' 2>/dev/null; then \
 	  workers="-n auto --maxprocesses 4 --dist worksteal"; export OMP_NUM_THREADS=1; fi; \
@@ -48,21 +93,32 @@ lint: $(ENV)
 	  then echo "$$1: not installed for $(PY), skipped"; else $(PY) -m "$$@"; fi; }; \
 	run ruff check . && run ruff format --check . && run mypy
 
-check: $(ENV)
+check: $(READY)
 	@echo "== every kernel for $(TARGETS)"
 	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --sample --check
 
 env: $(ENV)
+
+# For VENV=: nothing is installed, so what is missing is said.
+packages:
+	@$(WHY); reason=$$(why $(PY) "$$CAN_RUN"); [ -z "$$reason" ] || { \
+	  echo "$(PY): $$reason. VENV= installs nothing: name an interpreter that has the packages, make VENV= PYTHON=..., or" \
+	    "leave VENV= out" >&2; \
+	  exit 1; }
 
 ifneq ($(ENV),)
 # The stamp is newer than what it was made from; a later change of either file installs again into the same environment.
 $(ENV): pyproject.toml constraints.txt
 	@set -eu; \
 	if ! $(PY) -m pip --version >/dev/null 2>&1; then \
-	  for base in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10) none; do \
-	    $$base -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && break; \
+	  $(WHY); base=; refused=; \
+	  for one in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10); do \
+	    reason=$$(why $$one "$$CAN_MAKE_ENVIRONMENT"); \
+	    if [ -z "$$reason" ]; then base=$$one; break; fi; \
+	    refused="$$refused, $$one: $$reason"; \
 	  done; \
-	  [ $$base != none ] || { echo "no Python 3.10 to 3.14 with venv found; name one: make PYTHON=..." >&2; exit 1; }; \
+	  [ -n "$$base" ] || { \
+	    echo "refused: $${refused#, }. Needed: Python 3.10 to 3.14 with venv; name one: make PYTHON=..." >&2; exit 1; }; \
 	  echo "== making $(VENV) with $$($$base --version)"; $$base -m venv $(VENV); \
 	fi; \
 	torch=$$($(PY) -c 'from importlib.metadata import version as v; \

@@ -1,15 +1,17 @@
-"""`python -m bindings.env`: what a bug report needs. Never fails: what cannot be found out says why.
+"""`python -m bindings.env`: what a bug report needs. Needs torch, which the package imports; what else cannot
+be found out says why, and the exit code is 0.
 
 It names no machine, user or device serial; paths under the home directory are shown with `~`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -139,8 +141,12 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report."""
+    argparse.ArgumentParser(
+        prog="python -m bindings.env",
+        description="Prints what a bug report needs: versions, devices, backend, cache, environment.",
+    ).parse_args(arguments)
     print(report())
     return 0
 

@@ -6,7 +6,7 @@
 Runs the chain of `profiling.decode` on the GPU if there is one and on the CPU otherwise. Of every operator,
 calls spread over the step are judged on their actual inputs. On a GPU the step is captured as a CUDA graph,
 the graph's kernels are counted, and its replay has to repeat the eager step bit for bit. Exit code: 1 if any
-of that fails, 2 if the step cannot run as asked.
+of that fails or FILE cannot be written in the end, 2 if the step cannot run as asked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 import bindings
-from bindings.dispatch import BACKENDS
+from bindings import files
+from bindings.dispatch import BACKENDS, ENVIRONMENT, selected
 from bindings.errors import BackendUnavailable
 from bindings.tolerance import Verdict
 from profiling import host
@@ -36,6 +37,16 @@ from profiling.graphs import count_by_kernel, kernel_names
 from profiling.observe import OPS, Call, spread, watch
 
 LAYERS_ON_CPU = 8
+MAX_LAYERS = 4 * LAYERS
+"""Every layer has weights of its own: these take 5 GB."""
+
+SEEDS = range(-(2**63), 2**64)
+"""What torch.Generator takes."""
+
+STAND_INS = (
+    "  of this package's operators; attention, experts, projections and embedding are pointwise stand-ins, "
+    "so this is no model's latency"
+)
 CHECKED_CALLS = 4
 EAGER_STEPS, REPLAYS = {"cpu": 3, "cuda": 20}, 50
 
@@ -102,7 +113,7 @@ def explain(calls: Sequence[Call], counts: Counter[str]) -> dict[str, OpReport]:
 def table(reports: dict[str, OpReport]) -> str:
     """The operators, one a line."""
     columns = "{:<22} {:<10} {:<8} {:>5} {:>8} {:>9} {:>9}  {}"
-    lines = [columns.format("operator", "backend", "target", "calls", "checked", "error", "tolerance", "")]
+    lines = [columns.format("operator", "backend", "target", "calls", "results", "error", "tolerance", "")]
     for op, report in reports.items():
         worst, checked = report.worst, len(report.verdicts)
         numbers = f"{worst.max_err:.2e}", f"{worst.tolerance:.2e}", "ok" if report.ok else "FAILED"
@@ -218,6 +229,7 @@ def run(options: argparse.Namespace) -> int:
     if kernels is not None:
         print(f"  in the graph, by kernel: {dict(kernels)}, {kernels.total()} in all")
     print("latency: " + ", ".join(f"{way[:-3]} {ms:.3f} ms" for way, ms in latency.items() if ms is not None))
+    print(STAND_INS)
 
     if options.json:
         result = {
@@ -231,8 +243,11 @@ def run(options: argparse.Namespace) -> int:
             "latency": latency,
             "failures": failures,
         }
-        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        print(f"wrote {options.json}")
+        try:
+            options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+            print(f"wrote {options.json}")
+        except OSError as error:
+            failures.append(f"--json: {options.json}: {error.strerror}")
     for failure in failures:
         print(f"FAILED {failure}")
     print("FAILED" if failures else "ok")
@@ -259,10 +274,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: torch sees no CUDA device")
     if options.layers is None:
         options.layers = LAYERS if options.device == "cuda" else LAYERS_ON_CPU
-    if options.layers < 1 or options.tokens < 1:
-        parser.error("--layers and --tokens: at least 1")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: no directory {options.json.parent}")
+    if not 1 <= options.layers <= MAX_LAYERS:
+        parser.error(f"--layers: got {options.layers}, allowed 1 to {MAX_LAYERS}")
+    if options.tokens < 1:
+        parser.error(f"--tokens: got {options.tokens}, allowed integers >= 1")
+    if options.seed not in SEEDS:
+        parser.error(f"--seed: got {options.seed}, allowed -2**63 to 2**64 - 1")
+    if options.backend is None and selected().backend not in BACKENDS:
+        parser.error(f"{ENVIRONMENT}: got {selected().backend!r}, allowed {', '.join(BACKENDS)}")
+    obstacle = files.obstacle(options.json) if options.json is not None else None
+    if obstacle:
+        parser.error(f"--json: {options.json}: {obstacle}")
     return options
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that has to run on a GPU, in stages, each with its own time limit and log. Run it in the repository's root, where
-# python3 can import the project and its dependencies (a GPU host without a package index: unpack them and set PYTHONPATH).
+# PYTHON can import the project and its dependencies (a GPU host without a package index: unpack them and set PYTHONPATH).
 #
 #   bash profiling/gpu_check.sh [STAGE...]        default: tests bench demo
 #
@@ -13,7 +13,7 @@
 # The summary comes last, on the terminal and as summary.md and summary.json. Exit code: 0 if every stage passed.
 #
 # RESULTS_DIR=DIR            logs and results (profiling/results/raw)
-# PYTHON=EXE                 the interpreter (python3)
+# PYTHON=EXE                 the interpreter (.venv/bin/python if it exists, else python3)
 # TEST_ARGS, BENCH_ARGS, DEMO_ARGS, NCU_ARGS, SANITIZER_ARGS    added to a stage's arguments (TEST_ARGS: also to sanitize's)
 # LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_NCU   seconds a stage (a tool of sanitize) may take
 # COMPUTE_SANITIZER=EXE, NCU=EXE    the tools (what PATH or their usual folders hold)
@@ -21,7 +21,10 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-PYTHON=${PYTHON:-python3}
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
+fi
 RESULTS_DIR=${RESULTS_DIR:-profiling/results/raw}
 export FLASHNEXT_CACHE_DIR=${FLASHNEXT_CACHE_DIR:-$PWD/build/kernel-cache}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -38,7 +41,7 @@ note() {
 
 # stage NAME SECONDS COMMAND...: logs to NAME.log and notes the outcome
 stage() {
-  local name=$1 limit=$2 start rc seconds
+  local name=$1 limit=$2 start rc seconds outcome
   shift 2
   echo "== $name: $*"
   start=$(date +%s)
@@ -49,6 +52,9 @@ stage() {
   if [ $rc -ne 0 ]; then
     failed=1
     echo "== $name: FAILED (exit code $rc$([ $rc -eq 124 ] && echo ", out of time")) after $seconds s"
+  elif ! outcome=$("$PYTHON" -m profiling.summarise "$RESULTS_DIR" --stage "$name"); then
+    failed=1 # exit code 0 is not all: skipped tests show nothing
+    echo "== $name: FAILED ($outcome) after $seconds s"
   else
     echo "== $name: ok, $seconds s"
   fi

@@ -1,6 +1,7 @@
 """`python -m profiling.summarise LOGDIR`: what profiling/gpu_check.sh left in LOGDIR, as one short page.
 
     python -m profiling.summarise LOGDIR [--markdown FILE] [--json FILE]
+    python -m profiling.summarise LOGDIR --stage NAME     one stage's outcome in a line instead
 
 Reads stages.tsv and the stages' logs and result files; whatever is absent is left out. The page names the
 GPU and never the machine: no host name, no absolute path. Prints the page; exit code 1 if a stage failed or
@@ -293,9 +294,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="LOGDIR")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data")
+    parser.add_argument("--stage", metavar="NAME", help="print this stage's outcome alone; 1 if it failed")
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         parser.error(f"{options.folder}: no such folder")
+    if options.stage:
+        stage = next((s for s in read_stages(options.folder) if s.name == options.stage), None)
+        if stage is None:
+            parser.error(f"--stage: got {options.stage!r}, which has not run")
+        print(stage.outcome)
+        return 0 if stage.ok else 1
     summary = summarise(options.folder)
     page = markdown(summary)
     print(page, end="")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,11 +117,68 @@ def test_a_backend_that_cannot_serve_is_an_error_of_its_own(capsys: pytest.Captu
     assert "cute" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--layers", "0"], ["--tokens", "0"], ["--device", "tpu"], ["--nope"]])
-def test_refuses_arguments_that_make_no_sense(arguments: list[str]) -> None:
+@pytest.fixture
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run", lambda options: pytest.fail("it ran"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "--layers: got 0, allowed 1 to 192"),
+        (["--layers", "193"], "--layers: got 193, allowed 1 to 192"),
+        (["--tokens", "0"], "--tokens: got 0, allowed integers >= 1"),
+        (["--seed", str(2**64)], f"--seed: got {2**64}, allowed -2**63 to 2**64 - 1"),
+        (["--seed", str(-(2**63) - 1)], f"--seed: got {-(2**63) - 1}, allowed -2**63 to 2**64 - 1"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--json", "/"], "--json: /: Is a directory"),
+        (["--json", "/no/such/demo.json"], "--json: /no/such/demo.json: No such file or directory"),
+        (["--json", "/proc/demo.json"], "--json: /proc/demo.json: No such file or directory"),
+        (["--nope"], "unrecognized arguments: --nope"),
+    ],
+)
+def test_refuses_arguments_that_make_no_sense(
+    no_run: None, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as stop:
         demo.main(arguments)
     assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_seeds_are_the_generator_s() -> None:
+    for seed in (demo.SEEDS[0], demo.SEEDS[-1]):
+        torch.Generator().manual_seed(seed)
+    for seed in (demo.SEEDS.start - 1, demo.SEEDS.stop):
+        with pytest.raises((RuntimeError, ValueError, OverflowError)):
+            torch.Generator().manual_seed(seed)
+
+
+def test_asking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    for name in ("old.json", "new.json"):
+        demo.parse([*DEMO, "--json", str(tmp_path / name)])
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"old.json": "old"}
+
+
+def test_no_room_for_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--device", "cpu", "--layers", "1", "--json", "/dev/full"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED --json: /dev/full: No space left on device\n" in out
+    assert "wrote" not in out
+
+
+def test_an_unknown_backend_in_the_environment_is_wrong_use() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "profiling.demo", *DEMO],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "FLASHNEXT_BACKEND": "nope"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "FLASHNEXT_BACKEND: got 'nope', allowed auto, cute, reference" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_model_s_step_has_the_published_launches() -> None:

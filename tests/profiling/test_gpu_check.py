@@ -17,7 +17,7 @@ case "$*" in
   *profiling.summarise*) exec {sys.executable} "$@" ;;
   *profiling.bench*) echo "$*"; [ "$BENCH" = hangs ] && exec sleep 30; exit 0 ;;
   *"-m pytest -m gpu "*)
-    echo "$FLASHNEXT_CACHE_DIR"; echo "== $TESTS in 1.0s =="; [ "$TESTS" = "3 passed" ] ;;
+    echo "$FLASHNEXT_CACHE_DIR"; echo "== $TESTS in 1.0s =="; case "$TESTS" in *failed*) exit 1 ;; esac ;;
   *pytest*) echo "8 passed in 1.0s" ;;
   *) echo "$*"; exit 0 ;;
 esac
@@ -72,6 +72,14 @@ def test_a_failing_stage_fails_and_the_others_run(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert [line[:2] for line in stages(tmp_path)] == [["tests", "1"], ["demo", "0"]]
     assert "== tests: FAILED (exit code 1)" in done.stdout
+
+
+def test_skipping_everything_is_no_pass(tmp_path: Path) -> None:
+    done = check(tmp_path, "tests", TESTS="3 skipped")
+    assert done.returncode == 1
+    assert "== tests: FAILED (3 skipped)" in done.stdout
+    assert "== tests: ok" not in done.stdout
+    assert "| tests | FAILED | 3 skipped |" in (tmp_path / "results" / "summary.md").read_text()
 
 
 def test_a_stage_is_stopped_at_its_limit(tmp_path: Path) -> None:
