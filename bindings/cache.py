@@ -1,7 +1,8 @@
 """Where compiled kernels are kept, and `python -m bindings.cache --list | --clear`.
 
 The user's store is FLASHNEXT_CACHE_DIR, by default under the user's cache directory. FLASHNEXT_AOT_DIR
-names a store that `python -m bindings.precompile` made; it is only read.
+names a store that `python -m bindings.precompile` made; it is only read. Code is run from neither, nor from
+a single entry of theirs, where somebody else can write: see `store.untrusted`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import os
+import pwd
 import stat
 import sys
 import time
@@ -17,7 +19,7 @@ import warnings
 from pathlib import Path
 
 from bindings.errors import CacheError, CacheWarning
-from bindings.store import LIBRARY, OBJECT, DamagedEntryError, Store, is_entry_name
+from bindings.store import LIBRARY, OBJECT, DamagedEntryError, Store, is_entry_name, untrusted
 
 CACHE_VARIABLE = "FLASHNEXT_CACHE_DIR"
 AOT_VARIABLE = "FLASHNEXT_AOT_DIR"
@@ -27,9 +29,28 @@ def cache_directory() -> Path:
     """Where the user's store is. Raises RuntimeError if the user has no home directory."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
-        return Path(named).expanduser().absolute()
+        return _expanded(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flashnext"
+    return (Path(base) if os.path.isabs(base) else _home() / ".cache") / "flashnext"
+
+
+def _home() -> Path:
+    """$HOME, or where that is unset, empty or relative, what the user database says."""
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            home = ""
+    if not os.path.isabs(home):
+        raise RuntimeError("the user has no home directory")
+    return Path(home)
+
+
+def _expanded(named: str) -> Path:
+    """The absolute path of a setting. Raises RuntimeError for a home directory that there is not."""
+    first, _, rest = named.partition("/")
+    return _home() / rest.lstrip("/") if first == "~" else Path(named).expanduser().absolute()
 
 
 def user_store() -> Store | None:
@@ -68,28 +89,33 @@ def _warn(where: Path | str, reason: str) -> None:
 def _refusal(root: Path, owners: set[int]) -> str | None:
     """Why code from this directory is not to be trusted, or None. Raises OSError if it is not there."""
     facts = root.stat()
-    if not stat.S_ISDIR(facts.st_mode):
-        return "not a directory"
-    if facts.st_uid not in owners:
-        return f"belongs to user {facts.st_uid}, not to user {os.geteuid()}: refused"
-    if facts.st_mode & stat.S_IWOTH:
-        return "can be written by everyone: refused"
-    return None
+    return untrusted(facts, owners) if stat.S_ISDIR(facts.st_mode) else "not a directory"
+
+
+def aot_refusal(root: Path) -> str | None:
+    """Why FLASHNEXT_AOT_DIR would refuse this directory, or None."""
+    try:
+        return _refusal(root, {os.geteuid(), 0})
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def aot_store() -> Store | None:
     """The ahead-of-time store, or None if none is asked for. Raises CacheError if it is not there or not
     safe."""
     named = os.environ.get(AOT_VARIABLE)
-    return _open_aot(Path(named).expanduser().absolute()) if named else None
+    if not named:
+        return None
+    try:
+        root = _expanded(named)
+    except RuntimeError as error:
+        raise CacheError(f"{AOT_VARIABLE}={named}: {error}") from None
+    return _open_aot(root)
 
 
 @functools.cache
 def _open_aot(root: Path) -> Store:
-    try:
-        reason = _refusal(root, {os.geteuid(), 0})
-    except OSError as error:
-        reason = error.strerror or str(error)
+    reason = aot_refusal(root)
     if reason is not None:
         raise CacheError(f"{AOT_VARIABLE}={root}: {reason}")
     return Store(root, private=False)

@@ -62,6 +62,13 @@ def extent_bytes(t: Tensor) -> int:
     return (last + 1) * t.element_size()
 
 
+def held(t: Tensor, pointer: int, nbytes: int) -> bool:
+    """Whether a tensor's storage holds `nbytes` bytes from `pointer` on: not where it was freed or shrunk
+    under the tensor."""
+    storage = t.untyped_storage()
+    return nbytes == 0 or pointer + nbytes <= storage.data_ptr() + storage.nbytes()
+
+
 @dataclass(frozen=True)
 class Output:
     """One result: its `out` argument's name, shape and dtype."""
@@ -131,12 +138,16 @@ class Checker:
         """
         if not isinstance(value, Tensor):
             self.fail(name, _type_name(value), "a torch.Tensor")
+        if value.is_nested:  # it has no shape
+            self.fail(name, "a nested tensor", "a torch.Tensor that is none")
         self._device(name, value)
         self._shape(name, value, shape)
         if value.dtype not in dtypes:
             self.fail(name, f"dtype {value.dtype}", " or ".join(str(d) for d in dtypes))
         self._layout(name, value, dense_from)
         align = value.element_size() if align is None else align
+        if self.concrete:
+            self._memory(name, value)
         past = value.data_ptr() % align if self.concrete else 0
         if past:
             self.fail(
@@ -201,6 +212,17 @@ class Checker:
         first, other = next(iter(self.tensors.items()))
         if value.device != other.device:
             self.fail(name, f"device {value.device}", f"{other.device}, the device of {first}")
+
+    def _memory(self, name: str, value: Tensor) -> None:
+        """Raises unless the tensor's elements are what its memory holds."""
+        if value.is_neg() or value.is_conj():
+            self.fail(name, "a lazily negated or conjugated view", "a tensor whose memory holds its values")
+        if torch._is_zerotensor(value):
+            self.fail(name, "a zero tensor without memory", "a tensor whose memory holds its values")
+        nbytes = extent_bytes(value)
+        if not held(value, value.data_ptr(), nbytes):
+            got = f"a storage of {value.untyped_storage().nbytes()} bytes"
+            self.fail(name, got, f"one that holds the tensor's {nbytes}")
 
     def _shape(self, name: str, value: Tensor, shape: Sequence[str | int]) -> None:
         fits = value.dim() == len(shape)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bindings.errors import CacheError
+
 PACKAGES = frozenset({"cutlass", "cuda", "tvm_ffi", "nvidia_cutlass_dsl"})
 """Import packages that a compilation takes; without one of them there is no compiler."""
 
@@ -102,7 +104,10 @@ def flavour() -> int | None:
 
 def package_directories(name: str) -> list[Path]:
     """Where a package is installed, without importing it: several places for one in parts, or none."""
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:  # something forbids the import
+        return []
     return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
 
 
@@ -136,7 +141,8 @@ def sources(module: str) -> str:
 def compile_kernel(module: str, target: str, params: Mapping[str, Any]) -> Compiled:
     """Compiles the kernel that `module.build(target, **params)` describes. Needs the DSL, no GPU.
 
-    Raises ImportError without the DSL or the module, and whatever `build` or the DSL raises."""
+    Raises ImportError without the DSL or the module, CacheError where temporary files cannot be written, and
+    whatever `build` or the DSL raises."""
     with _lock:
         import cutlass.cute as cute
 
@@ -147,10 +153,13 @@ def compile_kernel(module: str, target: str, params: Mapping[str, Any]) -> Compi
         )
         text = str(compiled.ir_module)
         _target_baseline(compiled.ir_module)
-        with tempfile.TemporaryDirectory(prefix="flashnext-compile-") as directory:
-            path = Path(directory) / "kernel.o"
-            compiled.export_to_c(str(path), function_name=SYMBOL)
-            return Compiled(path.read_bytes(), _dynamic_smem(text))
+        try:
+            with tempfile.TemporaryDirectory(prefix="flashnext-compile-") as directory:
+                path = Path(directory) / "kernel.o"
+                compiled.export_to_c(str(path), function_name=SYMBOL)
+                return Compiled(path.read_bytes(), _dynamic_smem(text))
+        except OSError as error:
+            raise CacheError(f"{module}: cannot write temporary files (TMPDIR): {error}") from error
 
 
 def load_object(path: str) -> Callable[..., Any]:

@@ -262,7 +262,7 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
         for plan in known:
             if plan.selection is selection and plan.scalars == scalars and plan.matches(*tensors):
                 pointers = tuple(map(data_ptr, tensors))
-                if pointers in plan.vetted or plan.vet(pointers):
+                if pointers in plan.vetted or plan.vet(pointers, tensors):
                     if plan is not known[0]:
                         cache.use(plan)
                     return plan.run(*tensors)
@@ -316,7 +316,10 @@ def _runner(call: Call, resolution: Resolution, absent: int, out: bool) -> Calla
             launch = _with_detached(launch)
         launch = _with_absent(launch, inputs, absent)
         written += [inputs + i for i in range(len(op.outs))] if out else []
-        launch = _with_version(launch, call.kernel_scalars, written)
+        names = (*op.inputs[:inputs], *op.outs)
+        # inference tensors have no counter; plans never confuse them with others
+        counted = [i for i in written if not call.tensors[names[i]].is_inference()]
+        launch = _with_version(launch, call.kernel_scalars, counted)
     if out:
         return launch
     templates = tuple(_template(output, call.device) for output in call.outputs)
@@ -386,7 +389,7 @@ def _reference_runner(call: Call, absent: int, out: bool) -> Callable[..., Any]:
     nones = (None,) * absent
     templates = tuple(_template(output, call.device) for output in call.outputs)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # which may write to inference tensors, and counts writes to others
     def into(*tensors: Tensor) -> None:
         results = function(*tensors[:inputs], *nones, *scalars)
         results = results if len(templates) > 1 else (results,)

@@ -25,7 +25,7 @@ def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(pieces, columns, out_dtype=torch.float32).sum(0)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # out may be an inference tensor
 def hc_mix(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
     """Writes the mix of normed[T, C*H] into out[T, H]. w_down: [R, C*H], w_up: [C*H, R]; all bf16 or fp16."""
     rows, width = normed.shape

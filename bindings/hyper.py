@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bindings import ops
+from bindings.checks import ACT, integer, real
 from bindings.dispatch import capturing
 from bindings.errors import InvalidArgument
 from bindings.reference import SPLITS
@@ -56,6 +57,7 @@ class HCState:
     _origin: _Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        _check_tensor("residual", self.residual)
         if self.residual.dim() != 2:
             raise InvalidArgument(f"residual: got shape {list(self.residual.shape)}, allowed [T, C*H]")
         if self.normed is None:
@@ -75,6 +77,7 @@ class HCState:
 
     def _check_partials(self, partials: Tensor) -> None:
         rows = self.residual.shape[0]
+        _check_tensor("gate_partials", partials)
         if partials.dim() != 3 or partials.shape[:2] != (rows, SPLITS):
             raise InvalidArgument(
                 f"gate_partials: got shape {list(partials.shape)}, allowed [{rows}, {SPLITS}, C]"
@@ -145,11 +148,22 @@ class HyperConnection:
             raise InvalidArgument(
                 f"gate_stream: got {self.gate_stream!r}, allowed one of {', '.join(GATE_STREAMS)}"
             )
+        _check_tensor("norm_weight", self.norm_weight)
+        if self.norm_weight.dtype not in ACT:
+            raise InvalidArgument(
+                f"norm_weight: got {self.norm_weight.dtype}, allowed {' or '.join(map(str, ACT))}"
+            )
         if self.norm_weight.dim() != 1:
             raise InvalidArgument(f"norm_weight: got shape {list(self.norm_weight.shape)}, allowed [C*H]")
+        if real("HyperConnection", "eps", self.eps) < 0:
+            raise InvalidArgument(f"eps: got {self.eps!r}, allowed a finite number >= 0")
         width = self.norm_weight.shape[0]
+        integer("HyperConnection", "streams", self.streams)
         if self.streams < 1 or width % self.streams:
             raise InvalidArgument(f"streams: got {self.streams}, allowed a divisor of the width {width}")
+        _check_tensor("w_down", self.w_down)
+        if self.w_down.dim() != 2:
+            raise InvalidArgument(f"w_down: got shape {list(self.w_down.shape)}, allowed [R, {width}]")
         rank = self.w_down.shape[0]
         _check_like("w_down", self.w_down, self.norm_weight, (rank, width))
         _check_like("w_up", self.w_up, self.norm_weight, (width, rank))
@@ -184,8 +198,8 @@ class HyperConnection:
         way.
 
         block_out: [T, H]. state: what this connection's `read` returned. next_norm: the connection that reads
-        next, or its norm weight [C*H] (then with this connection's eps); None where something else updates
-        the residual first.
+        next, of as many streams, or its norm weight [C*H] (then with this connection's eps); None where
+        something else updates the residual first.
         """
         self._check_state(state)
         if state.gate_partials is None:
@@ -195,15 +209,20 @@ class HyperConnection:
                 f"state.gate_partials: got {state.gate_partials.shape[2]} streams, allowed {self.streams}"
             )
         _check_like("block_out", block_out, state.residual, (state.residual.shape[0], self.hidden))
+        following: HyperConnection | None = None
+        weight: Tensor | None
+        if not isinstance(next_norm, HyperConnection):
+            weight, eps = next_norm, self.eps
+        else:
+            following, weight, eps = next_norm, next_norm.norm_weight, next_norm.eps
+            if following.streams != self.streams:  # its norm's groups are not this one's streams
+                raise InvalidArgument(f"next_norm: got {following.streams} streams, allowed {self.streams}")
+        if weight is not None:
+            _check_like("next_norm", weight, state.residual, tuple(self.norm_weight.shape))
         if state.gate_event is not None:
             _gates.join(state.gate_event, state.residual.device)
-        if next_norm is None:
+        if weight is None:
             return HCState(ops.hc_apply(block_out, state.residual, state.gate_partials))
-        following: HyperConnection | None = None
-        if isinstance(next_norm, HyperConnection):
-            following, weight, eps = next_norm, next_norm.norm_weight, next_norm.eps
-        else:
-            weight, eps = next_norm, self.eps
         combined, normed = ops.hc_apply_norm(block_out, state.residual, state.gate_partials, weight, eps)
         return HCState(combined, normed, _origin=_Origin(combined, _version(combined), following))
 
@@ -230,6 +249,8 @@ class HyperConnection:
         return _gates.launch(normed, inject_weight) if aside else (ops.hc_gate(normed, inject_weight), None)
 
     def _check_state(self, state: HCState) -> None:
+        if not isinstance(state, HCState):
+            raise InvalidArgument(f"state: got a {type(state).__name__}, allowed an HCState")
         width = self.norm_weight.shape[0]
         _check_like("state.residual", state.residual, self.norm_weight, (state.residual.shape[0], width))
         origin = state._origin
@@ -335,7 +356,13 @@ def _version(tensor: Tensor) -> int | None:
     return tensor._version
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise InvalidArgument(f"{name}: got a {type(value).__name__}, allowed a torch.Tensor")
+
+
 def _check_like(name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    _check_tensor(name, tensor)
     if tuple(tensor.shape) != tuple(shape):
         raise InvalidArgument(f"{name}: got shape {list(tensor.shape)}, allowed {list(shape)}")
     if tensor.dtype != like.dtype:

@@ -97,7 +97,9 @@ def _ahead_of_time(key: Key) -> Entry | None:
 
 def _unlike(toolchain: Mapping[str, Any]) -> str:
     """Why code that was built with a toolchain does not run on this host, or nothing."""
-    here = compiler.toolchain()
+    here, packages = compiler.toolchain(), toolchain.get("packages")
+    if "machine" not in toolchain or not isinstance(packages, Mapping) or "apache-tvm-ffi" not in packages:
+        return "does not say what it was built with"
     if toolchain["machine"] != here["machine"]:
         return f"was built for {toolchain['machine']} hosts, this one is {here['machine']}"
     built, present = (str(t["packages"]["apache-tvm-ffi"]) for t in (toolchain, here))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bindings.compiler import flavour, package_directories
-from bindings.elf import Elf
+from bindings.elf import Elf, ElfError
 
 SHIM = r"""
 typedef void (*raise_fn)(const char *kind, const char **parts, int count);
@@ -87,8 +87,11 @@ class LinkError(RuntimeError):
 
 def compiler() -> list[str] | None:
     """The command of the C compiler: $CC, or the first of cc, gcc, clang that is installed. None without
-    one."""
-    named = shlex.split(os.environ.get("CC", ""))
+    one. Raises LinkError if $CC is no command line."""
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise LinkError(f"CC={os.environ['CC']}: {error}") from None
     for command in (named, ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
             return command
@@ -117,7 +120,11 @@ def cudart_major() -> int | None:
 def possible() -> bool:
     """Whether a library can be made here, as far as can be told without trying."""
     major = cudart_major()
-    return compiler() is not None and major is not None and archive(major) is not None
+    try:
+        command = compiler()
+    except LinkError:
+        return False
+    return command is not None and major is not None and archive(major) is not None
 
 
 def _run(command: Sequence[str]) -> None:
@@ -182,7 +189,11 @@ def library(object_: bytes, cudart: int) -> bytes:
         made = _link(cc, cudart, object_, runtime, ffi)
     except OSError as error:
         raise LinkError(f"cannot write temporary files: {error}") from None
-    left = [name for name in undefined(made) if not name.startswith(("cuda", "TVMFFI")) and name not in _LIBC]
+    try:
+        needed = undefined(made)
+    except ElfError as error:
+        raise LinkError(f"{cc[0]} made no library: {error}") from None
+    left = [name for name in needed if not name.startswith(("cuda", "TVMFFI")) and name not in _LIBC]
     if left:
         raise LinkError(f"symbols that no library defines: {', '.join(left)}")
     return made

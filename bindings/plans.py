@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bindings.checks import ADDRESS_MODULUS
+from bindings.checks import ADDRESS_MODULUS, extent_bytes, held
 
 PLANS = 64
 """Plans kept for one form of an operator, the most recently used first. The layers of one step use one or
@@ -61,7 +61,9 @@ def native_matcher(tensors: Sequence[Tensor]) -> Matcher:
     fast.
 
     Like the portable form it compares dispatch keys, so a call under vmap, a tracer or a dispatch mode never
-    matches a plan made outside."""
+    matches a plan made outside; nor does an inference tensor, a negated view or a zero tensor match a plain
+    one. The check ends the process at a nested tensor of torch's own type (layout strided), which has no
+    shape: asking each tensor for that would double the cost of a match, so only a first call refuses them."""
     # The check never holds where one object is passed twice, as an update in place does: it gets each once.
     first = [next(i for i, other in enumerate(tensors) if other is t) for t in tensors]
     unique = sorted(set(first))
@@ -107,9 +109,12 @@ matcher = _choose_matcher()
 
 
 class Plan:
-    """One resolved call. run: takes the call's tensors and returns its results."""
+    """One resolved call. run: takes the call's tensors and returns its results.
 
-    __slots__ = ("low", "matches", "pairs", "run", "scalars", "selection", "vetted")
+    Scalars are compared as numbers, so 0.0 and -0.0 share a plan: they give equal results, in which the signs
+    of zeros may differ."""
+
+    __slots__ = ("extents", "low", "matches", "pairs", "run", "scalars", "selection", "vetted")
 
     def __init__(
         self,
@@ -123,19 +128,22 @@ class Plan:
         between their addresses, both exclusive, at which they overlap."""
         self.run, self.scalars, self.selection, self.pairs = run, scalars, selection, tuple(pairs)
         self.matches = matcher(tensors)
+        self.extents = tuple(map(extent_bytes, tensors))
         pointers = tuple(map(data_ptr, tensors))
         self.low = tuple([p % ADDRESS_MODULUS for p in pointers])
         self.vetted = {pointers}
 
-    def vet(self, pointers: tuple[int, ...]) -> bool:
-        """Whether tensors at these addresses are aligned as the plan's and overlap nowhere; remembers it if
-        so."""
+    def vet(self, pointers: tuple[int, ...], tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors that match, at these addresses, are aligned as the plan's, have their memory and
+        overlap nowhere; remembers it if so."""
         if tuple([p % ADDRESS_MODULUS for p in pointers]) != self.low:
             return False
         for written, other, lowest, highest, in_place in self.pairs:
             distance = pointers[other] - pointers[written]
             if lowest < distance < highest and not (in_place and distance == 0):
                 return False
+        if not all(map(held, tensors, pointers, self.extents)):
+            return False
         if len(self.vetted) >= ADDRESSES:
             self.vetted.clear()
         self.vetted.add(pointers)

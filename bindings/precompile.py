@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from bindings import cache, compiler, jit, link, sass, targets
+from bindings import cache, compiler, files, jit, link, sass, targets
 from bindings.errors import InvalidArgument
 from bindings.registry import ModelConfig
 from bindings.store import LIBRARY, OBJECT, DamagedEntryError, Entry, Key, Store, is_entry_name
@@ -194,7 +194,7 @@ def _prune(out: Store) -> int:
         except DamagedEntryError:
             if not is_entry_name(name):
                 continue
-        except ModuleNotFoundError:
+        except (ModuleNotFoundError, ValueError):  # of a module that is not, or cannot be, here
             pass
         out.remove(name)
         stale += 1
@@ -274,7 +274,10 @@ def _host_needs(results: Sequence[Result], out: Path) -> str:
             f"{cache.AOT_VARIABLE}={out} serves {machine} hosts without nvidia-cutlass-dsl. They need torch "
             f"built for CUDA {cudart} (it brings libcudart.so.{cudart}) and apache-tvm-ffi {ffi}"
         )
-    why = "no C compiler was found here" if link.compiler() is None else "some could not be linked"
+    try:
+        why = "no C compiler was found here" if link.compiler() is None else "some could not be linked"
+    except link.LinkError as error:
+        why = str(error)
     return (
         f"{cache.AOT_VARIABLE}={out} holds objects without shared libraries ({why}): {machine} hosts need "
         "nvidia-cutlass-dsl to load them, though nothing is compiled there"
@@ -282,7 +285,8 @@ def _host_needs(results: Sequence[Result], out: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Exit codes: 0 fine, 1 a kernel failed to build or fails `--check`, 2 wrong use."""
+    """The command line. Exit codes: 0 fine, 1 a kernel failed to build or fails `--check`, or the reports
+    could not be written, 2 wrong use."""
     parser = argparse.ArgumentParser(
         prog="python -m bindings.precompile", description="Compiles every kernel of the model; needs no GPU."
     )
@@ -299,7 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--kernels", default="", help="comma-separated operators (default: all)")
     options = parser.parse_args(argv)
-    names = [t.strip() for t in options.targets.split(",") if t.strip()]
+    names = list(dict.fromkeys(t.strip() for t in options.targets.split(",") if t.strip()))
+    if not names:
+        parser.error(f"--targets: got {options.targets!r}, allowed {', '.join(targets.TARGETS)}")
     for target in names:
         if target not in targets.TARGETS:
             parser.error(f"--targets: got {target!r}, allowed {', '.join(targets.TARGETS)}")
@@ -333,7 +339,13 @@ def run(configs: Sequence[Config], options: argparse.Namespace) -> int:
     """Builds, prints, writes, checks; the exit code."""
     out: Path = options.out.absolute()
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask: others must not write here
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            obstacle = files.obstacle(options.json)
+            if obstacle:
+                print(f"error: --json: {options.json}: {obstacle}", file=sys.stderr)
+                return 2
         tool = sass.nvdisasm()
     except (OSError, sass.DisassemblyError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -353,9 +365,13 @@ def run(configs: Sequence[Config], options: argparse.Namespace) -> int:
     _prune(Store(out, private=False))
     failed = [r for r in results if r.report is None]
     reports = [r for r in results if r.report is not None]
+    written = True
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([r.row() for r in reports], indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps([r.row() for r in reports], indent=1) + "\n")
+        except OSError as error:
+            written = False
+            print(f"error: --json: {options.json}: {error.strerror}", file=sys.stderr)
     seconds = time.perf_counter() - start
     fresh = sum(r.compiled for r in results)
     print(
@@ -364,14 +380,18 @@ def run(configs: Sequence[Config], options: argparse.Namespace) -> int:
     )
     for r in failed:
         print(f"FAILED: {r.config.kernel}: {r.config.key}: {r.error}", file=sys.stderr)
-    print(_host_needs(reports, out))
+    refused = cache.aot_refusal(out)
+    if refused is None:
+        print(_host_needs(reports, out))
+    else:
+        print(f"warning: {cache.AOT_VARIABLE}={out} does not serve: {refused} (chmod go-w)", file=sys.stderr)
     bad = [(r, r.report.problems) for r in reports if r.report is not None and r.report.problems]
     if options.check:
         for r, problems in bad:
             print(f"CHECK: {r.config.kernel}: {r.config.key}: {', '.join(problems)}", file=sys.stderr)
         if not bad and not failed:
             print("check: no spills, no stack")
-    return 1 if failed or (options.check and bad) else 0
+    return 1 if failed or not written or (options.check and bad) else 0
 
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@ it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
 
 import torch
 
 from bindings import dispatch
-from bindings.checks import integer
+from bindings.checks import DEVICES, integer
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
 from bindings.registry import OPS, ModelConfig, Op, op_named
+
+SHARED = OPS["moe_finalize"].axes["shared"]
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,12 @@ def warmup(
     selection.
 
     Call it before a CUDA-graph capture, with the shapes and dtypes to be captured. progress: called with a
-    line per implementation, such as `print`. Raises InvalidArgument for an unknown operator or a batch size
-    below 1, BackendUnavailable if a forced backend cannot serve one of the calls, WarmupRequired inside a
+    line per implementation, such as `print`. Raises InvalidArgument for a config that no call can
+    have, BackendUnavailable if a forced backend cannot serve one of the calls, WarmupRequired inside a
     capture.
     """
-    config = config or WarmupConfig()
+    config = WarmupConfig() if config is None else config
+    _check(config)
     operators = list(OPS.values()) if config.ops is None else [op_named(name) for name in config.ops]
     entries: list[Prepared] = []
     for device in _devices(config):
@@ -93,18 +96,59 @@ def warmup(
 def _devices(config: WarmupConfig) -> list[torch.device]:
     if config.devices is None:
         return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
-    found = [torch.device(d) for d in config.devices]
+    found = [_device(d) for d in config.devices]
     return [
         torch.device("cuda", torch.cuda.current_device()) if d.type == "cuda" and d.index is None else d
         for d in found
     ]
 
 
+def _fail(name: str, value: object, allowed: str) -> NoReturn:
+    raise InvalidArgument(f"warmup: {name}: got {value!r}, allowed {allowed}")
+
+
+def _device(value: Any) -> torch.device:
+    kinds = " or ".join(DEVICES)
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        _fail("devices", value, f"devices of {kinds}")
+    if device.type not in DEVICES:
+        _fail("devices", value, f"devices of {kinds}")
+    return device
+
+
+def _check(config: WarmupConfig) -> None:
+    """Raises InvalidArgument for what no contract would see, or would blame on something else."""
+    if not isinstance(config, WarmupConfig):
+        _fail("config", config, "a WarmupConfig")
+    for name in ("ops", "batch_sizes", "devices"):
+        value = getattr(config, name)
+        if isinstance(value, str) or not isinstance(value, (Collection, type(None))):
+            _fail(name, value, "a tuple")
+    if config.batch_sizes is None:
+        _fail("batch_sizes", None, "a tuple")
+    for rows in config.batch_sizes:
+        if integer("warmup", "batch_sizes", rows) < 1:
+            _fail("batch_sizes", rows, "integers >= 1")
+    model = config.model
+    if not isinstance(model, ModelConfig):
+        _fail("model", model, "a ModelConfig")
+    for f in fields(ModelConfig):
+        value, default = getattr(model, f.name), f.default
+        if f.name == "shared":
+            if value not in SHARED:
+                _fail("model.shared", value, ", ".join(SHARED))
+        elif isinstance(default, int):
+            if integer("warmup", f"model.{f.name}", value) < 1:
+                _fail(f"model.{f.name}", value, "an integer >= 1")
+        elif not isinstance(value, torch.dtype) and not (f.name == "dt_bias_dtype" and value is None):
+            _fail(f"model.{f.name}", value, "a torch.dtype")
+
+
 def _prepare(op: Op, config: WarmupConfig, device: torch.device) -> Iterator[Prepared]:
     done: list[tuple[Mapping[str, Any], int]] = []
     for rows in config.batch_sizes:
-        if integer("warmup", "batch_sizes", rows) < 1:
-            raise InvalidArgument(f"warmup: batch_sizes: got {rows}, allowed integers >= 1")
         call = op.examine(op.new_call(config.model, rows, "meta"), concrete=False)
         for params in ({}, {"vec_bytes": 16}) if config.unaligned else ({},):
             with dispatch.override(op.name, **params):

@@ -2,7 +2,8 @@
 
 An entry is the host object `kernel.o`, the shared library `kernel.so` where one could be linked, and
 `manifest.json`, which says what they are and holds their sha256 and its own. It is written whole or not at
-all (temporary directory, fsync, rename), and read only if everything fits. Writers of one entry take turns
+all (temporary directory, fsync, rename), and read only if everything fits and nobody else can have put or
+can change it: see `untrusted`. Writers of one entry take turns
 by a file lock, which the kernel releases if its holder dies; readers take none.
 """
 
@@ -11,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import hashlib
 import json
 import logging
 import os
+import pwd
 import re
 import shutil
+import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,19 @@ STALE_S = 3600.0
 """Age at which the temporary directory of a process that died is removed by the next writer."""
 
 _LOCKS, _TEMPORARY = ".locks", ".tmp-"
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "module": str,
+    "target": str,
+    "params": str,
+    "identity": str,
+    "sources": str,
+    "toolchain": dict,
+    "created": int,
+    "files": dict,
+    "symbol": str,
+    "cudart": (int, type(None)),
+    "dynamic_smem": (int, type(None)),
+}
 _ENTRY_NAME = re.compile(r"-sm_\d+[a-z]?-[0-9a-f]{32}$")
 
 log = logging.getLogger(__name__)
@@ -143,9 +160,15 @@ def manifest_of(
     sources: str,
     toolchain: Mapping[str, Any],
     content: Mapping[str, bytes],
-    **more: Any,
+    *,
+    symbol: str = "",
+    cudart: int | None = None,
+    dynamic_smem: int | None = None,
 ) -> dict[str, Any]:
-    """The manifest of an entry: what it is, what it was made from and with, and the digests of its files."""
+    """The manifest of an entry: what it is, what it was made from and with, and the digests of its files.
+
+    symbol: the exported function. cudart: the major version that the library is linked for. dynamic_smem:
+    bytes, None if decided at run time."""
     return {
         "magic": MAGIC,
         "format": FORMAT,
@@ -160,12 +183,99 @@ def manifest_of(
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for name, data in content.items()
         },
-        **more,
+        "symbol": symbol,
+        "cudart": cudart,
+        "dynamic_smem": dynamic_smem,
     }
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def untrusted(facts: os.stat_result, owners: Collection[int] = ()) -> str | None:
+    """Why code from a directory or file with these facts is not to be run, or None.
+
+    It must belong to one of `owners` (default: this user and root) and be writable by its owner alone. A
+    group that may write is let pass only if it is the owner's private one: their primary group, of their
+    name, without other members. What cannot be looked up is not private."""
+    if facts.st_uid not in (owners or (os.geteuid(), 0)):
+        return f"belongs to user {facts.st_uid}, not to user {os.geteuid()}: refused"
+    if facts.st_mode & stat.S_IWOTH:
+        return "can be written by everyone: refused"
+    if facts.st_mode & stat.S_IWGRP and not _is_private_group(facts.st_uid, facts.st_gid):
+        return f"can be written by group {facts.st_gid}: refused"
+    return None
+
+
+def _is_private_group(user: int, group: int) -> bool:
+    try:
+        owner, members = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return (
+        owner.pw_gid == group and members.gr_name == owner.pw_name and set(members.gr_mem) <= {owner.pw_name}
+    )
+
+
+def _read_regular(path: Path) -> tuple[bytes, os.stat_result]:
+    """A file's contents and facts. Raises OSError, also for what is no regular file (a FIFO would block)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(), facts
+    finally:
+        os.close(descriptor)
+
+
+def _read_trusted(path: Path) -> bytes:
+    """The contents of a regular file that only its owner can change. Raises DamagedEntryError."""
+    try:
+        data, facts = _read_regular(path)
+    except OSError as error:
+        raise DamagedEntryError(path, error.strerror or str(error)) from None
+    reason = untrusted(facts)
+    if reason is not None:
+        raise DamagedEntryError(path, reason)
+    return data
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    """The manifest in a file's text, without its seal; every field is there and of its type. Raises
+    DamagedEntryError."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise DamagedEntryError(path, "no JSON object")
+    sealed = content.pop("seal", None)
+    if content.get("magic") != MAGIC or content.get("format") != FORMAT:
+        raise DamagedEntryError(path, "not a manifest of this format")
+    try:
+        if sealed != _seal(content):
+            raise DamagedEntryError(path, "altered: its digest does not fit its contents")
+        for name, kinds in _FIELDS.items():
+            if name not in content or not isinstance(content[name], kinds):
+                raise ValueError(name)
+        if not 0 <= content["created"] < 2**63:
+            raise ValueError("created")
+        params = json.loads(content["params"])
+        if not isinstance(params, dict) or Key.of("", "", params).params_text != content["params"]:
+            raise ValueError("params")
+        if OBJECT not in content["files"]:
+            raise ValueError("files")
+        for file, facts in content["files"].items():
+            if file in ("", ".", "..") or set(file) & {"/", "\0"}:
+                raise ValueError("files")
+            if not isinstance(facts["bytes"], int) or not isinstance(facts["sha256"], str):
+                raise ValueError("files")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedEntryError(path, f"incomplete, or of wrong types: {error}") from None
+    return content
 
 
 class Store:
@@ -176,36 +286,23 @@ class Store:
 
     def find(self, name: str, key: Key | None = None) -> Entry | None:
         """The entry of a name, None if there is none. Raises DamagedEntryError if it is not whole, or not
-        that of `key`."""
+        that of `key`, or others can write it."""
         directory = self.root / name
         path = directory / MANIFEST
         try:
-            text = path.read_bytes()
+            reason = untrusted(directory.stat())
         except FileNotFoundError:
-            if directory.exists():
-                raise DamagedEntryError(path, "missing") from None
             return None
         except OSError as error:
             raise DamagedEntryError(path, error.strerror or str(error)) from None
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise DamagedEntryError(path, "no JSON object")
-        sealed = content.pop("seal", None)
-        if content.get("magic") != MAGIC or content.get("format") != FORMAT:
-            raise DamagedEntryError(path, "not a manifest of this format")
-        if sealed != _seal(content):
-            raise DamagedEntryError(path, "altered: its digest does not fit its contents")
+        if reason is not None:
+            raise DamagedEntryError(directory, reason)
+        content = _parse(path, _read_trusted(path))
         entry = Entry(content, directory)
         if key is not None and entry.key != key:
             raise DamagedEntryError(path, f"describes {entry.key}, not {key}")
         for file, facts in content["files"].items():
-            try:
-                data = (directory / file).read_bytes()
-            except OSError as error:
-                raise DamagedEntryError(directory / file, error.strerror or str(error)) from None
+            data = _read_trusted(directory / file)
             if len(data) != facts["bytes"]:
                 raise DamagedEntryError(directory / file, f"{len(data)} bytes, should be {facts['bytes']}")
             if hashlib.sha256(data).hexdigest() != facts["sha256"]:
@@ -237,8 +334,7 @@ class Store:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            if not self.private:
-                os.fchmod(file.fileno(), 0o644)
+            os.fchmod(file.fileno(), 0o600 if self.private else 0o644)
 
     def _install(self, temporary: Path, final: Path) -> None:
         for _ in range(8):
@@ -325,8 +421,8 @@ class Store:
     def noted(entry: Entry, file: str) -> dict[str, Any]:
         """What `note` kept, or an empty dictionary."""
         try:
-            found = json.loads((entry.directory / file).read_bytes()) if entry.directory else {}
-        except (OSError, ValueError):
+            found = json.loads(_read_regular(entry.directory / file)[0]) if entry.directory else {}
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from bindings import cache, compiler, jit, link
 from bindings.errors import CacheError, CacheWarning
 from bindings.store import LIBRARY, OBJECT, Key, Store
 from tests.bindings import standin_cudart, toys
+from tests.bindings.test_store import reseal
 
 TOY = toys.ADD
 needs_cc = pytest.mark.skipif(link.compiler() is None, reason="needs a C compiler")
@@ -83,6 +86,29 @@ class TestAheadOfTime:
             monkeypatch.setattr(compiler, "toolchain", lambda: other)
             reason = {"machine": "hosts, this one is aarch64", "FFI": "installed is 0.2.0"}[case]
         with pytest.raises(CacheError, match=reason):
+            jit.get(TOY, "sm_90a", {"addend": 1})
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda m: m.pop("sources"), "is damaged: .*incomplete, or of wrong types: sources"),
+            (lambda m: m.pop("toolchain"), "is damaged: .*incomplete, or of wrong types: toolchain"),
+            (lambda m: m["toolchain"].pop("machine"), "does not say what it was built with"),
+            (lambda m: m["toolchain"].pop("packages"), "does not say what it was built with"),
+            (lambda m: m["toolchain"].update(packages=[]), "does not say what it was built with"),
+            (lambda m: m["toolchain"]["packages"].clear(), "does not say what it was built with"),
+        ],
+    )
+    def test_a_sealed_manifest_without_keys_is_refused(
+        self, aot: Path, no_compiler: None, change: Callable[[dict[str, Any]], object], reason: str
+    ) -> None:
+        reseal(toys.entry_directory(aot), change)
+        with pytest.raises(CacheError, match=reason):
+            jit.get(TOY, "sm_90a", {"addend": 1})
+
+    def test_an_entry_that_others_can_write_is_refused(self, aot: Path, no_compiler: None) -> None:
+        toys.entry_directory(aot).chmod(0o777)
+        with pytest.raises(CacheError, match="can be written by everyone: refused"):
             jit.get(TOY, "sm_90a", {"addend": 1})
 
     def test_no_compiler_and_no_directory(self, cache_root: Path, no_compiler: None) -> None:

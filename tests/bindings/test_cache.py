@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import warnings
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bindings import cache
+from bindings import cache, store
 from bindings.errors import CacheError, CacheWarning
 from bindings.store import LIBRARY, MANIFEST, OBJECT, Store, manifest_of
-from tests.bindings.test_store import CONTENT, KEY, OTHER, flip_bit, in_child, put
+from tests.bindings.test_store import CONTENT, KEY, OTHER, flip_bit, in_child, put, reseal
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,31 @@ class TestUserStore:
         monkeypatch.setenv(cache.CACHE_VARIABLE, "~/kernels")
         assert cache.cache_directory() == tmp_path / "kernels"
 
+    @pytest.mark.parametrize("home", ["", "relative", None])
+    def test_without_a_home_in_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch, home: str | None
+    ) -> None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.delenv("HOME", raising=False)
+        if home is not None:
+            monkeypatch.setenv("HOME", home)
+        own = Path(pwd.getpwuid(os.getuid()).pw_dir)
+        assert cache.cache_directory() == own / ".cache" / "flashnext"
+        monkeypatch.setenv(cache.CACHE_VARIABLE, "~/kernels")
+        assert cache.cache_directory() == own / "kernels"
+
+        def unknown(uid: int) -> None:
+            raise KeyError(uid)
+
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+        with pytest.warns(CacheWarning, match="the user has no home directory"):
+            assert cache.user_store() is None
+        monkeypatch.setenv(cache.AOT_VARIABLE, "~/kernels")
+        with pytest.raises(
+            CacheError, match=f"{cache.AOT_VARIABLE}=~/kernels: the user has no home directory"
+        ):
+            cache.aot_store()
+
     def refused(self, root: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
         """The store is not used, and one warning says why, however often it is asked for."""
         monkeypatch.setenv(cache.CACHE_VARIABLE, str(root))
@@ -71,6 +97,11 @@ class TestUserStore:
     def test_writable_by_everyone(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         root.chmod(0o777)
         self.refused(root, monkeypatch, "can be written by everyone: refused")
+
+    def test_writable_by_a_group(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root.chmod(0o770)
+        monkeypatch.setattr(store, "_is_private_group", lambda user, group: False)
+        self.refused(root, monkeypatch, r"can be written by group \d+: refused")
 
     def test_of_another_user(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
@@ -123,12 +154,14 @@ class TestAheadOfTimeStore:
             (lambda r: r.rmdir(), "No such file or directory"),
             (lambda r: (r.rmdir(), r.write_text("")), "not a directory"),
             (lambda r: r.chmod(0o777), "can be written by everyone: refused"),
+            (lambda r: r.chmod(0o775), r"can be written by group \d+: refused"),
         ],
-        ids=["missing", "file", "writable by everyone"],
+        ids=["missing", "file", "writable by everyone", "writable by a group"],
     )
     def test_must_be_there_and_safe(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], object], reason: str
     ) -> None:
+        monkeypatch.setattr(store, "_is_private_group", lambda user, group: False)
         prepare(root)
         monkeypatch.setenv(cache.AOT_VARIABLE, str(root))
         for _ in range(2):
@@ -163,6 +196,14 @@ class TestCommandLine:
         assert f"damaged or foreign: {root / KEY.name() / OBJECT}: altered" in out
         assert f"damaged or foreign: {root / 'README' / MANIFEST}: Not a directory" in out
         assert f"{root}: 0 kernels, 0 KiB, 2 damaged or foreign" in out
+
+    def test_list_survives_sealed_nonsense(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        put(root)
+        reseal(root / KEY.name(), lambda m: m.pop("created"))
+        assert cache.main(["--list", "--dir", str(root)]) == 1
+        out = capsys.readouterr().out
+        path = root / KEY.name() / MANIFEST
+        assert f"damaged or foreign: {path}: incomplete, or of wrong types: created" in out
 
     def test_clear_removes_the_store_s_own(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         put(root)

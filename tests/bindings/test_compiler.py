@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
+
 import pytest
 
 from bindings import compiler, link
+from bindings.errors import CacheError
 from tests.bindings import toys
 
 TOY = toys.ADD
 needs_cc = pytest.mark.skipif(link.compiler() is None, reason="needs a C compiler")
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary directory can be made."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+
+
+def test_no_room_for_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_room(monkeypatch)
+    with pytest.raises(CacheError, match=r"add: cannot write temporary files \(TMPDIR\): .*No space left"):
+        compiler.compile_kernel(TOY, "sm_90a", {"addend": 1})
 
 
 class TestLink:
@@ -27,6 +46,7 @@ class TestLink:
         [
             ("/bin/false", 13, "exited with status 1"),
             ("/no/such/cc", 13, "no C compiler"),
+            ('"unbalanced', 13, 'CC="unbalanced: No closing quotation'),
             (None, 99, "CUDA 99"),
         ],
     )
@@ -56,6 +76,26 @@ class TestLink:
         assert renamed != toy.object
         with pytest.raises(link.LinkError, match="symbols that no library defines"):
             link.library(renamed.replace(b"_cudaGetDevice\0", b"_noneGetDevice\0"), 13)
+
+    @needs_cc
+    def test_no_room_for_temporary_files(
+        self, toy: compiler.Compiled, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        no_room(monkeypatch)
+        with pytest.raises(link.LinkError, match=r"cannot write temporary files: .*No space left"):
+            link.library(toy.object, 13)
+
+    @needs_cc
+    def test_what_the_compiler_made_is_looked_at(
+        self, toy: compiler.Compiled, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link, "_link", lambda *_: b"no library")
+        with pytest.raises(link.LinkError, match="made no library"):
+            link.library(toy.object, 13)
+
+    def test_a_command_that_is_none_makes_no_library_possible(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CC", '"unbalanced')
+        assert not link.possible()
 
     def test_a_runtime_that_is_not_here_says_so(self) -> None:
         reason = link.load_cudart(99)

@@ -229,6 +229,12 @@ class TestValidation:
     @pytest.mark.parametrize(
         ("parts", "message"),
         [
+            (dict(residual=None), "^residual: got a NoneType, allowed a torch.Tensor"),
+            (dict(normed=[1.0]), "^normed: got a list, allowed a torch.Tensor"),
+            (
+                dict(normed=_zeros(3, 256), gate_partials=1.0),
+                "^gate_partials: got a float, allowed a torch.Tensor",
+            ),
             (dict(residual=_zeros(256)), r"^residual: got shape \[256\], allowed \[T, C\*H\]"),
             (dict(normed=_zeros(2, 256)), r"^normed: got shape \[2, 256\], allowed \[3, 256\]"),
             (
@@ -261,6 +267,20 @@ class TestValidation:
             (dict(norm_weight=_zeros(4, 64)), r"^norm_weight: got shape \[4, 64\]"),
             (dict(streams=3), "^streams: got 3, allowed a divisor of the width 256"),
             (dict(streams=0), "^streams: got 0"),
+            (dict(streams=4.0), "^HyperConnection: streams: got 4.0, allowed an integer"),
+            (dict(streams=True), "^HyperConnection: streams: got True, allowed an integer"),
+            (dict(eps=-1e-6), "^eps: got -1e-06, allowed a finite number >= 0"),
+            (dict(eps=float("nan")), "^HyperConnection: eps: got nan, allowed a finite number"),
+            (dict(eps="0"), "^HyperConnection: eps: got '0', allowed a finite number"),
+            (dict(norm_weight=None), "^norm_weight: got a NoneType, allowed a torch.Tensor"),
+            (dict(inject_weight=1), "^inject_weight: got a int, allowed a torch.Tensor"),
+            (dict(w_down=None), "^w_down: got a NoneType, allowed a torch.Tensor"),
+            (dict(w_down=_zeros(256)), r"^w_down: got shape \[256\], allowed \[R, 256\]"),
+            (dict(w_up=[0.0]), "^w_up: got a list, allowed a torch.Tensor"),
+            (
+                dict(norm_weight=_zeros(256, dtype=torch.float32)),
+                "^norm_weight: got torch.float32, allowed torch.bfloat16 or torch.float16",
+            ),
             (dict(w_down=_zeros(16, 128)), r"^w_down: got shape \[16, 128\], allowed \[16, 256\]"),
             (dict(w_up=_zeros(16, 256)), r"^w_up: got shape \[16, 256\], allowed \[256, 16\]"),
             (
@@ -305,6 +325,27 @@ class TestValidation:
         _, state = by.read(HCState.start(_zeros(3, 256)))
         with pytest.raises(InvalidArgument, match=message):
             by.write(block_out, state)
+
+    @pytest.mark.parametrize(
+        ("next_norm", "message"),
+        [
+            (
+                HyperConnection(_zeros(256), None, _zeros(16, 256), _zeros(256, 16), streams=2),
+                "^next_norm: got 2 streams, allowed 4",
+            ),
+            (_zeros(128), r"^next_norm: got shape \[128\], allowed \[256\]"),
+            ("next", "^next_norm: got a str, allowed a torch.Tensor"),
+        ],
+    )
+    def test_a_next_norm_that_does_not_fit(self, next_norm: object, message: str) -> None:
+        by = connection(torch.bfloat16, CPU, 0)
+        _, state = by.read(HCState.start(_zeros(3, 256)))
+        with pytest.raises(InvalidArgument, match=message):
+            by.write(_zeros(3, 64), state, next_norm)
+
+    def test_no_state(self) -> None:
+        with pytest.raises(InvalidArgument, match=r"^state: got a Tensor, allowed an HCState$"):
+            connection(torch.bfloat16, CPU, 0).read(_zeros(3, 256))
 
     def test_partials_of_other_streams(self) -> None:
         by = connection(torch.bfloat16, CPU, 0)

@@ -458,6 +458,30 @@ def test_version_counters_of_kernels(compiled: Jit) -> None:
     assert compiled.launches == 5
 
 
+@pytest.mark.parametrize("path", ["reference", "auto"])
+@pytest.mark.parametrize("op", OPS)
+def test_inference_tensors_outside_inference_mode(op: str, path: str, compiled: Jit) -> None:
+    """They are read and written as others are, again and again; results are plain tensors."""
+    with torch.inference_mode():
+        inference = make(op)
+        outs = outs_of(op, inference)
+    plain, expected = make(op), {name: torch.empty_like(out) for name, out in outs.items()}
+    with backend(path):
+        for _ in range(2):
+            assert not any(result.is_inference() for result in run(op, inference))
+            run(op, inference, **outs)
+            getattr(torch.ops.flashnext, op).out(*inference.values(), **outs)
+            run(op, plain)
+            run(op, plain, **expected)
+            run(op, plain, **expected)
+    if path == "reference" or op == "hc_mix":
+        for name, out in outs.items():
+            assert torch.equal(out, expected[name]), name
+        assert "state" not in plain or torch.equal(inference["state"], plain["state"])
+    else:
+        assert compiled.launches == 12
+
+
 def test_small_config_is_within_the_guards() -> None:
     """The small model that these tests call is one that kernels would take."""
     for op in ALL:

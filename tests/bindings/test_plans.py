@@ -123,11 +123,28 @@ def test_matcher(matcher: Callable[..., Callable[..., bool]]) -> None:
         torch.zeros(2, 8, requires_grad=True),
         torch.zeros(2, 8).to_sparse(),
         torch.nn.Parameter(a),
+        torch._neg_view(torch.zeros(2, 8)),
+        torch._efficientzerotensor((2, 8)),
+        torch.zeros(2, 8, dtype=torch.complex64).conj(),
         a.tolist(),
         None,
     ):
         assert not matches(other, b)
         assert not matches(b, other)
+
+
+@pytest.mark.parametrize("matcher", [plans.native_matcher, plans.python_matcher])
+def test_matcher_of_inference_tensors(matcher: Callable[..., Callable[..., bool]]) -> None:
+    """Never taken for others, in either mode: what a plan does about version counters depends on it."""
+    plain = torch.zeros(2, 8)
+    with torch.inference_mode():
+        inference = torch.zeros(2, 8)
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            assert matcher((plain,))(plain)
+            assert matcher((inference,))(inference)
+            assert not matcher((plain,))(inference)
+            assert not matcher((inference,))(plain)
 
 
 def test_plans_are_bounded(compiled: Jit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,8 @@ def test_kernels_selects(build: Any) -> None:
     ("options", "message"),
     [
         (["--targets", "sm_80"], "--targets: got 'sm_80', allowed sm_90a, sm_100a, sm_103a"),
+        (["--targets", ""], "--targets: got '', allowed sm_90a, sm_100a, sm_103a"),
+        (["--targets", ","], "--targets: got ',', allowed sm_90a, sm_100a, sm_103a"),
         (["--jobs", "0"], "--jobs: got 0, allowed integers >= 1"),
         (["--model", "hidden=0"], "--model: got 'hidden=0', allowed SIZE=N with SIZE of head_dim, hidden, "),
         (["--model", "dtype=2"], "--model: got 'dtype=2', allowed SIZE=N with SIZE of head_dim, hidden, "),
@@ -244,6 +247,67 @@ def test_wrong_use(build: Any, capsys: pytest.CaptureFixture[str], options: list
         build([add(1)], *options)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_target_given_twice_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(precompile, "registered", lambda names, model, sample: asked.append(names) or [])
+    monkeypatch.setattr(precompile, "run", lambda configs, options: 0)
+    assert precompile.main(["--out", str(tmp_path), "--targets", "sm_100a, sm_90a,sm_100a"]) == 0
+    assert asked == [["sm_100a", "sm_90a"]]
+
+
+def test_a_report_that_cannot_be_written_is_known_before_the_work(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompile, "build_all", lambda *_: pytest.fail("worked"))
+    (tmp_path / "file").write_text("mine")
+    places = {
+        tmp_path: "Is a directory",
+        tmp_path / "file" / "r.json": "File exists",
+        "/proc/r": "No such file",
+    }
+    for place, reason in places.items():
+        code, out, err = build([add(1)], "--json", str(place))
+        assert (code, out) == (2, "")
+        assert reason in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_report_without_room_is_an_error_of_its_own(build: Any, tmp_path: Path) -> None:
+    code, out, err = build([add(1)], "--json", "/dev/full")
+    assert (code, err) == (1, "error: --json: /dev/full: No space left on device\n")
+    assert "1 kernels in" in out
+
+
+def test_a_directory_that_would_be_refused_is_not_said_to_serve(build: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    code, out, err = build([add(1)])
+    assert code == 0
+    assert cache.AOT_VARIABLE not in out
+    assert err == (
+        f"warning: {cache.AOT_VARIABLE}={tmp_path / 'out'} does not serve: "
+        "can be written by everyone: refused (chmod go-w)\n"
+    )
+    (tmp_path / "out").chmod(0o755)
+    assert f"{cache.AOT_VARIABLE}={tmp_path / 'out'}" in build([add(1)])[1]
+
+
+def test_the_directory_serves_whatever_the_umask(build: Any, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert build([add(1)])[::2] == (0, "")
+    finally:
+        os.umask(before)
+    assert not any(p.stat().st_mode & 0o022 for p in (tmp_path / "out", *(tmp_path / "out").glob("[!.]*/*")))
+
+
+def test_a_compiler_command_that_is_none_is_said_so(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", '"unbalanced')
+    code, out, _ = build([add(43)])
+    assert code == 0
+    assert 'CC="unbalanced: No closing quotation' in out
 
 
 def test_no_directory_no_compiler_no_tool(

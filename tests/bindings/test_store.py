@@ -4,6 +4,7 @@ the directory."""
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,7 +135,10 @@ class TestEntries:
         assert Store.noted(entry, "note.json") == {}
         Store.note(entry, "note.json", {"a": 1})
         assert Store.noted(entry, "note.json") == {"a": 1}
-        (root / KEY.name() / "note.json").write_text("{")
+        for text in ("{", "[" * 200_000):
+            (root / KEY.name() / "note.json").write_text(text)
+            assert Store.noted(entry, "note.json") == {}
+        replace_by_fifo(root / KEY.name() / "note.json")
         assert Store.noted(entry, "note.json") == {}
         assert Store(root).find(KEY.name(), KEY) is not None, "notes are no part of the entry"
         in_memory = store.Entry(entry.manifest, None, CONTENT)
@@ -154,13 +159,27 @@ def replace_directory(path: Path) -> None:
     path.write_bytes(b"not a directory")
 
 
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def reseal(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a manifest and seals it again."""
+    content = json.loads((directory / MANIFEST).read_text())
+    del content["seal"]
+    change(content)
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (directory / MANIFEST).write_text(json.dumps({**content, "seal": seal}))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "truncated object": (lambda d: os.truncate(d / OBJECT, 1000), OBJECT, "1000 bytes, should be 3500"),
     "empty library": (lambda d: os.truncate(d / LIBRARY, 0), LIBRARY, "0 bytes, should be 5600"),
     "object with a flipped bit": (lambda d: flip_bit(d / OBJECT), OBJECT, "sha256"),
     "library with a flipped bit": (lambda d: flip_bit(d / LIBRARY), LIBRARY, "sha256"),
     "missing object": (lambda d: (d / OBJECT).unlink(), OBJECT, "No such file"),
-    "missing manifest": (lambda d: (d / MANIFEST).unlink(), MANIFEST, "missing"),
+    "missing manifest": (lambda d: (d / MANIFEST).unlink(), MANIFEST, "No such file"),
     "truncated manifest": (lambda d: os.truncate(d / MANIFEST, 100), MANIFEST, "no JSON object"),
     "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), MANIFEST, "no JSON object"),
     "manifest of another format": (lambda d: (d / MANIFEST).write_text("{}"), MANIFEST, "not a manifest"),
@@ -170,6 +189,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda d: (d / MANIFEST).write_text((d / MANIFEST).read_text().replace("sm_90a", "sm_100a")),
         MANIFEST,
         "altered",
+    ),
+    "deep manifest": (lambda d: (d / MANIFEST).write_text("[" * 200_000), MANIFEST, "no JSON object"),
+    "deep manifest, whole": (
+        lambda d: (d / MANIFEST).write_text('{"a":' * 200_000 + "1" + "}" * 200_000),
+        MANIFEST,
+        "no JSON object",
+    ),
+    "FIFO for a manifest": (lambda d: replace_by_fifo(d / MANIFEST), MANIFEST, "not a regular file"),
+    "FIFO for a library": (lambda d: replace_by_fifo(d / LIBRARY), LIBRARY, "not a regular file"),
+    "directory for a library": (
+        lambda d: ((d / LIBRARY).unlink(), (d / LIBRARY).mkdir()),
+        LIBRARY,
+        "not a regular file",
+    ),
+    "manifest that others can write": (
+        lambda d: (d / MANIFEST).chmod(0o666),
+        MANIFEST,
+        "can be written by everyone: refused",
+    ),
+    "library that others can write": (
+        lambda d: (d / LIBRARY).chmod(0o646),
+        LIBRARY,
+        "can be written by everyone: refused",
     ),
     "file for a directory": (replace_directory, MANIFEST, "Not a directory"),
 }

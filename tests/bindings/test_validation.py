@@ -76,6 +76,20 @@ def sparse_rows(t: Tensor) -> Tensor:
     return wide[..., 0]
 
 
+def freed(t: Tensor) -> Tensor:
+    """A tensor like `t`, not at its storage's start, whose storage was freed."""
+    view = aligned_at(t, 32, of=64)
+    view.untyped_storage().resize_(0)
+    return view
+
+
+def shrunk(t: Tensor) -> Tensor:
+    """A tensor like `t` whose storage has lost its last byte."""
+    copy = t.clone()
+    copy.untyped_storage().resize_(extent_bytes(copy) - 1)
+    return copy
+
+
 def set_to(name: str, value: Any) -> Callable[[Call], None]:
     return lambda call: call.__setitem__(name, value)
 
@@ -102,6 +116,11 @@ def tensor_breaches(op: str, name: str, t: Tensor, output: bool) -> Iterator[Bre
         allowed = str(t.dtype) if output else ""
         says = f"got dtype {dtype}, allowed .*{allowed}"
         yield breach(f"dtype-{dtype}", lambda t, d=dtype: t.to(d), says)
+    yield breach("freed", freed, r"got a storage of 0 bytes, allowed one that holds the tensor's \d+")
+    yield breach("shrunk", shrunk, r"got a storage of \d+ bytes, allowed one that holds the tensor's \d+")
+    if t.dtype.is_floating_point:
+        yield breach("negated", lambda t: torch._neg_view(t.clone()), "got a lazily negated")
+    yield breach("zero", lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), "got a zero tensor")
     yield breach("sparse", lambda t: t.to_sparse(), "got layout torch.sparse_coo, allowed torch.strided")
     if t.dim() == 1 and name not in STRIDED:
         yield breach("strided", sparse_rows, r"got strides \(2,\), allowed a contiguous tensor")
@@ -343,6 +362,20 @@ def test_explain_validates_as_the_call_does() -> None:
         breach.apply(everything)
         with pytest.raises(InvalidArgument, match=rf"^{breach.op}: {breach.blames}: "):
             explain(breach.op, **everything)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nested_tensors(op: str, compiled: Jit) -> None:
+    """Refused at a first call; behind a plan nothing looks for them (see `plans.native_matcher`)."""
+    for name in (*tensors(make(op)), *OPS[op].outs):
+        call = make(op)
+        everything = call | dict(outs_of(op, call))
+        everything[name] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        pattern = f"^{op}: {name}: got a nested tensor, allowed"
+        for check in (getattr(ops, op), lambda _op=op, **all_: explain(_op, **all_)):
+            with pytest.raises(InvalidArgument, match=pattern):
+                check(**everything)
+    assert compiled.launches == 0
 
 
 def test_one_output_of_two() -> None:

@@ -167,6 +167,35 @@ def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"ops": ("hc_gat",)}, InvalidArgument, "^op: got 'hc_gat', allowed grouped"),
         ({"batch_sizes": (0,)}, InvalidArgument, "^warmup: batch_sizes: got 0, allowed integers >= 1"),
+        ({"batch_sizes": 1}, InvalidArgument, "^warmup: batch_sizes: got 1, allowed a tuple"),
+        ({"batch_sizes": None}, InvalidArgument, "^warmup: batch_sizes: got None, allowed a tuple"),
+        ({"ops": "hc_gate"}, InvalidArgument, "^warmup: ops: got 'hc_gate', allowed a tuple"),
+        ({"devices": "cpu"}, InvalidArgument, "^warmup: devices: got 'cpu', allowed a tuple"),
+        ({"devices": ("mps",)}, InvalidArgument, "^warmup: devices: got 'mps', allowed .* cpu or cuda"),
+        ({"devices": ("meta",)}, InvalidArgument, "^warmup: devices: got 'meta', allowed .* cpu or cuda"),
+        ({"devices": ("gpu",)}, InvalidArgument, "^warmup: devices: got 'gpu', allowed .* cpu or cuda"),
+        ({"devices": (None,)}, InvalidArgument, "^warmup: devices: got None, allowed .* cpu or cuda"),
+        ({"model": None}, InvalidArgument, "^warmup: model: got None, allowed a ModelConfig"),
+        (
+            {"model": replace(SMALL, shared="x")},
+            InvalidArgument,
+            "^warmup: model.shared: got 'x', allowed gated, plain, none",
+        ),
+        (
+            {"model": replace(SMALL, hidden=-1)},
+            InvalidArgument,
+            "^warmup: model.hidden: got -1, allowed an integer >= 1",
+        ),
+        (
+            {"model": replace(SMALL, top_k=1.5)},
+            InvalidArgument,
+            "^warmup: model.top_k: got 1.5, allowed an integer",
+        ),
+        (
+            {"model": replace(SMALL, dtype="bf16")},
+            InvalidArgument,
+            "^warmup: model.dtype: got 'bf16', allowed a torch.dtype",
+        ),
         ({"batch_sizes": (2.5,)}, InvalidArgument, "^warmup: batch_sizes: got 2.5, allowed an integer"),
         (
             {"model": replace(SMALL, hidden=100)},
