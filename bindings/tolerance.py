@@ -28,6 +28,9 @@ class Exact(NamedTuple):
     value: F64
     terms: F64 | None = None
     """Sum of the magnitudes of the terms added last, for results whose slack refers to it."""
+    ties: F64 | None = None
+    """What the result may move by where an earlier rounding lies within fp32 error of a tie: neither side is
+    wrong."""
 
 
 class Format(NamedTuple):
@@ -122,7 +125,8 @@ def _half_ulp_slack(exact: Exact, u: F64, dtype: torch.dtype) -> F64:
 
 
 def _mix_slack(exact: Exact, u: F64, dtype: torch.dtype) -> F64:
-    return (1.5e-4 if dtype == torch.bfloat16 else 8e-5) * largest_magnitude(exact.value, axis=-1)
+    slack = (1.5e-4 if dtype == torch.bfloat16 else 8e-5) * largest_magnitude(exact.value, axis=-1)
+    return slack if exact.ties is None else slack + exact.ties
 
 
 def _gdn_out_slack(exact: Exact, u: F64, dtype: torch.dtype) -> F64:
