@@ -135,7 +135,8 @@ class Plan:
 
     def vet(self, pointers: tuple[int, ...], tensors: Sequence[Tensor]) -> bool:
         """Whether tensors that match, at these addresses, are aligned as the plan's, have their memory and
-        overlap nowhere; remembers it if so."""
+        overlap nowhere; remembers it if so, and does not look again: a storage that is shrunk later, at an
+        address that was remembered, is not seen."""
         if tuple([p % ADDRESS_MODULUS for p in pointers]) != self.low:
             return False
         for written, other, lowest, highest, in_place in self.pairs:
