@@ -10,19 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PIECES, LONG = 8, 4096
-"""Sums of LONG products and more are taken in this many pieces: tensor cores drop low bits as they
-accumulate, which over 10240 products can round an inner activation to its other neighbour."""
-
 
 def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x[T, K] times the rows of weight[N, K], 16-bit operands, fp32 sums and result: [T, N]. CUDA only."""
-    (rows, length), outputs = x.shape, weight.shape[0]
-    if length < LONG or length % (8 * PIECES):
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    pieces = x.view(rows, PIECES, -1).transpose(0, 1)
-    columns = weight.view(outputs, PIECES, -1).permute(1, 2, 0)
-    return torch.bmm(pieces, columns, out_dtype=torch.float32).sum(0)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 @torch.inference_mode()  # out may be an inference tensor
