@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.device.math import select
 
@@ -39,14 +40,27 @@ def pairwise_sum(values: list) -> Float32:
     return values[0]
 
 
+def _padding(warps: int) -> int:
+    """The compiler loads the last three of 4k + 3 neighbours as four: the fourth has to hold something."""
+    return 1 if warps % 4 == 3 else 0
+
+
+def warp_scratch(warps: int) -> cute.Tensor:
+    """fp32 in shared memory for the `cta_sum` of `warps` warps."""
+    return SmemAllocator().allocate_tensor(Float32, cute.make_layout((warps + _padding(warps),)), 16)
+
+
 @cute.jit
 def cta_sum(value: Float32, scratch: cute.Tensor, warps: int) -> Float32:
-    """Sum over the CTA, in every thread. `scratch`: (warps,) fp32 in shared memory, 16-byte aligned."""
+    """Sum over the CTA, in every thread. `scratch`: `warp_scratch(warps)`."""
     value = lanes_sum(value)
     if const_expr(warps > 1):
+        tid, _, _ = cute.arch.thread_idx()
         if cute.arch.lane_idx() == 0:
-            scratch[cute.arch.thread_idx()[0] // 32] = value
+            scratch[tid // 32] = value
+        if const_expr(_padding(warps)):
+            if tid == 1:
+                scratch[warps] = Float32(0.0)
         cute.arch.sync_threads()
-        sums = scratch.load()
-        value = pairwise_sum([sums[i] for i in range(warps)])
+        value = pairwise_sum([scratch[i] for i in range(warps)])
     return value
