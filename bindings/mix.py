@@ -1,0 +1,176 @@
+"""hc_mix as one cooperative launch: how the kernel is specialised, guarded and called.
+
+The grid must be resident as a whole. A device with too few SMs fails a guard; one that has them but not for
+this process (MPS, a green context, another tenant) refuses the launch, and then the GEMM path serves that
+call and, on that device, all later ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bindings import gemm_mix, targets
+from bindings.errors import FlashnextWarning
+from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig
+from bindings.workspace import Workspaces, workspaces
+from cute_kernels.hyper import mix_plan
+
+MAX_ROWS = mix_plan.BUCKETS[-1]
+
+_refused: dict[int, str] = {}
+"""By device index, why a cooperative launch was refused there."""
+
+
+def _plans(call: Call) -> list[mix_plan.MixPlan | str]:
+    """The plan of every target that may run the call, or why it has none."""
+    target = targets.target_of(call.device)
+    bucket = mix_plan.bucket_of(min(max(call["T"], 1), MAX_ROWS))
+    shape = call["W"] // call["C"], call["C"], call["R"]
+    return [mix_plan.plan(*shape, bucket, t) for t in ((target,) if target else targets.TARGETS)]
+
+
+def _geometry(call: Call) -> str:
+    shape = f"C = {call['C']}, H = {call['W'] // call['C']}, R = {call['R']}"
+    reasons = [p for p in _plans(call) if isinstance(p, str)]
+    return f"{shape}, but {reasons[0]}" if reasons else shape
+
+
+def _multiprocessors(call: Call) -> int | None:
+    if call.device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(call.device).multi_processor_count
+
+
+def _enough(call: Call) -> bool:
+    here = _multiprocessors(call)
+    return here is None or all(isinstance(p, str) or p.grid <= here for p in _plans(call))
+
+
+def _refusal(call: Call) -> str | None:
+    return _refused.get(call.device.index) if call.device.type == "cuda" else None
+
+
+GUARDS = (
+    Guard(f"T is at most {MAX_ROWS}", lambda c: c["T"] <= MAX_ROWS, lambda c: c["T"]),
+    Guard(
+        "a geometry for C, H, R: C 1, 2, 4 or 8; H a multiple of 8, R of 16, C*H of 64; a CTA's weights fit",
+        lambda c: not any(isinstance(p, str) for p in _plans(c)),
+        _geometry,
+    ),
+    Guard(
+        "the device has an SM for each CTA",
+        _enough,
+        lambda c: "no CUDA device" if _multiprocessors(c) is None else f"{_multiprocessors(c)} SMs",
+    ),
+    Guard(
+        "the device grants a cooperative launch",
+        lambda c: _refusal(c) is None,
+        lambda c: _refusal(c) or "no refusal so far",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixKernel(Kernel):
+    """The mix kernel: a bucket of rows a variant, a workspace a stream, and the GEMM path where its grid is
+    refused."""
+
+    def specialise(self, call: Call, target: str) -> dict[str, Any]:
+        return self.params(call)
+
+    def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
+        kernel = super().load(target, params)
+        shape = (params[name] for name in ("hidden", "streams", "low_rank", "bucket"))
+        plan = mix_plan.plan(*shape, target)
+        assert isinstance(plan, mix_plan.MixPlan)
+        return launcher(kernel, plan)
+
+    def rows_to_load(self, rows: int) -> int:
+        return 1  # a launch makes the workspaces, and shows whether the grid is granted
+
+    def variants(
+        self, target: str, model: ModelConfig | None = None, *, sample: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Every bucket in every dtype of the operator. sample: makes no difference."""
+        op, model = OPS[self.op], model or ModelConfig()
+        for dtype in op.axes["dtype"]:
+            for rows in mix_plan.BUCKETS:
+                arguments = op.new_call(replace(model, dtype=dtype), rows, "meta")
+                call = op.examine(arguments, concrete=False)
+                if all(guard.holds(call) for guard in self.guards):
+                    yield self.specialise(call, target)
+
+
+def params(call: Call) -> dict[str, Any]:
+    """The constexpr parameters of a call."""
+    return {
+        "dtype": call.dtype("normed"),
+        "hidden": call["W"] // call["C"],
+        "streams": call["C"],
+        "low_rank": call["R"],
+        "bucket": mix_plan.bucket_of(max(call["T"], 1)),
+    }
+
+
+def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[..., None]:
+    """The launch function of hc_mix from that of the kernel compiled for a plan, which takes a workspace."""
+    current_device = torch.cuda.current_device
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a build without CUDA
+    is_capturing = torch.cuda.is_current_stream_capturing
+    known: dict[int, Workspaces] = {}
+
+    def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
+        index = normed.get_device()
+        spaces = known.get(index)
+        if spaces is None:
+            spaces = known[index] = workspaces(normed.device, plan, plan.workspace_words)
+        if index < 0:  # an emulated device: one stream
+            return kernel(normed, w_down, w_up, out, spaces.of(0, False))
+        if index in _refused:
+            return gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
+        if index != current_device():
+            with torch.cuda.device(index):
+                return launch(normed, w_down, w_up, out, streams)
+        assert raw_stream is not None
+        capturing = is_capturing()
+        try:
+            kernel(normed, w_down, w_up, out, spaces.of(raw_stream(index), capturing))
+        except RuntimeError as error:
+            if "CooperativeLaunchTooLarge" not in str(error):
+                raise
+            refuse(index, str(error), capturing)
+            gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
+
+    return launch
+
+
+def refuse(index: int, error: str, capturing: bool) -> None:
+    """Remembers that a device does not grant the grid. Raises inside a capture, which the refusal has
+    ended."""
+    reason = "refused: the grid of hc_mix cannot be resident at once (cooperative launch too large)"
+    if capturing:
+        raise RuntimeError(
+            f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {reason}. Called once outside it, under "
+            f"the same limits (MPS, green context) it takes the GEMM path: {error}"
+        )
+    _refused[index] = reason
+    forget_error(index)
+    warnings.warn(
+        f"hc_mix on cuda:{index}: {reason}; GEMMs serve this device from here on",
+        FlashnextWarning,
+        stacklevel=3,
+    )
+
+
+def forget_error(index: int) -> None:
+    """The CUDA runtime keeps the refusal for whoever asks next. torch asks after each launch of its own,
+    reports it there, and it is gone."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=torch.device("cuda", index)).zero_()

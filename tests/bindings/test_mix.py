@@ -1,0 +1,197 @@
+"""hc_mix on the host: guards, refusals of the cooperative launch, workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bindings import explain, gemm_mix, mix, ops, reference, workspace
+from bindings.errors import FlashnextWarning
+from bindings.registry import IMPLEMENTATIONS
+from bindings.workspace import SPARES, Workspaces
+from cute_kernels.hyper import mix_plan
+from tests.bindings.calls import SMALL, Call, Jit, make
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+GEOMETRY, SMS, GRANTED = mix.GUARDS[1:]
+
+
+def failed(call: Call) -> list[tuple[str, str]]:
+    answer = explain("hc_mix", **call)
+    assert answer.implementation == "gemm"
+    return [(v.guard, v.got) for v in answer.guards if not v.ok]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "guard", "got"),
+    [
+        (33, {}, "T is at most 32", "33"),
+        (1, {"streams": 3}, GEOMETRY.description, "C = 3, H = 64, R = 16, but C is one of 1, 2, 4, 8"),
+        (1, {"hidden": 12}, GEOMETRY.description, "C = 4, H = 12, R = 16, but H is a multiple of 8"),
+        (1, {"low_rank": 24}, GEOMETRY.description, "C = 4, H = 64, R = 24, but R is a multiple of 16"),
+        (1, {"hidden": 8}, GEOMETRY.description, "C = 4, H = 8, R = 16, but C*H is a multiple of 64"),
+    ],
+)
+def test_guards(rows: int, changes: dict[str, int], guard: str, got: str, compiled: Jit) -> None:
+    call = make("hc_mix", rows, replace(SMALL, **changes))
+    assert failed(call) == [(guard, got)]
+    assert (ops.hc_mix(**call) == reference.hc_mix(**call)).float().mean() > 0.9
+    assert compiled.requested == []
+
+
+def test_a_device_with_too_few_sms(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = mix_plan.plan(64, 4, 16, 8, "sm_90a")
+    assert isinstance(plan, mix_plan.MixPlan)
+    call = make("hc_mix")
+    for here in (plan.grid, plan.grid - 1):
+        monkeypatch.setattr(mix, "_multiprocessors", lambda call, here=here: here)
+        if here == plan.grid:
+            assert explain("hc_mix", **call).implementation == "cute_kernels.hyper.mix"
+        else:
+            assert failed(call) == [(SMS.description, f"{here} SMs")]
+
+
+class Index(Tensor):
+    """A CPU tensor that says that it is on device 0."""
+
+    @staticmethod
+    def of(t: Tensor) -> Tensor:
+        return t.as_subclass(Index)
+
+    def get_device(self) -> int:
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        return CPU
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable[..., Any]], Tensor]:
+    """Launches a kernel by `mix.launcher` as on device 0, and returns the result."""
+    monkeypatch.setattr(mix, "_refused", {})
+    monkeypatch.setattr(mix, "forget_error", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+
+    def run(kernel: Callable[..., Any], capturing: bool = False) -> Tensor:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        call = make("hc_mix")
+        out = torch.full((3, 64), 1234.0, dtype=torch.bfloat16)
+        plan = mix_plan.plan(64, 4, 16, 8, "sm_90a")
+        assert isinstance(plan, mix_plan.MixPlan)
+        function = mix.launcher(kernel, plan)
+        function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
+        function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
+        return out
+
+    return run
+
+
+def too_large(*args: Any) -> None:
+    raise RuntimeError("CUDA error 720, cudaErrorCooperativeLaunchTooLarge: too many blocks")
+
+
+def test_a_refused_launch_takes_the_gemms(
+    launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def refused(*args: Any) -> None:
+        tries.append(1)
+        too_large()
+
+    with pytest.warns(
+        FlashnextWarning, match=r"^hc_mix on cuda:0: refused: the grid of hc_mix cannot be resident"
+    ):
+        out = launch(refused)
+    assert (out == reference.hc_mix(**make("hc_mix"))).float().mean() > 0.9
+    assert len(tries) == 1  # the second call does not try
+    assert list(mix._refused) == [0]
+
+    class On:
+        type, index = "cuda", 0
+
+    class Asked:
+        device = On()
+
+    assert not GRANTED.holds(Asked())  # type: ignore[arg-type]
+    assert str(GRANTED.got(Asked())).startswith("refused: ")  # type: ignore[arg-type]
+
+
+def test_a_refusal_inside_a_capture_is_an_error(launch: Callable[..., Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"^hc_mix on cuda:0, inside a CUDA-graph capture: refused: "):
+        launch(too_large, capturing=True)
+    assert mix._refused == {}
+
+
+def test_other_errors_pass(launch: Callable[..., Tensor]) -> None:
+    def broken(*args: Any) -> None:
+        raise RuntimeError("CUDA error 700")
+
+    with pytest.raises(RuntimeError, match=r"^CUDA error 700$"):
+        launch(broken)
+    assert mix._refused == {}
+
+
+def test_the_kernel_gets_a_workspace_of_its_stream(launch: Callable[..., Tensor]) -> None:
+    given: list[Tensor] = []
+    launch(lambda *args: given.append(args[-1]))
+    assert given[0] is given[1]
+    assert (given[0].shape, given[0].dtype) == ((16 + 8 * 8,), torch.int64)
+
+
+def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a stream, one a stream of a capture, none given twice."""
+    spaces = Workspaces(CPU, 32)
+    number = 1
+    monkeypatch.setattr(workspace, "capture_id", lambda stream: number)
+    eager = [spaces.of(stream, False) for stream in (1, 2)]
+    assert [spaces.of(stream, False) for stream in (1, 2)] == eager
+    captured = [spaces.of(stream, True) for stream in (1, 2)]
+    assert [spaces.of(stream, True) for stream in (1, 2)] == captured
+    number = 2
+    captured.append(spaces.of(1, True))
+    everything = [*eager, *captured]
+    assert len({t.data_ptr() for t in everything}) == len(everything) == 5
+    assert all(t.numel() == 32 and not t.any() for t in everything)
+
+
+def test_a_capture_that_finds_no_spare_or_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without spares the memory is the graph's; without a number every launch gets its own."""
+    spaces = Workspaces(CPU, 32)
+    monkeypatch.setattr(workspace, "capture_id", lambda stream: None)
+    found = [spaces.of(1, True) for _ in range(3)]
+    assert len({t.data_ptr() for t in found}) == 3
+    assert [t.data_ptr() for t in spaces.kept] == [t.data_ptr() for t in found]
+    spaces.of(1, False)
+    assert len(spaces.spare) == SPARES - 1
+    taken = [spaces.of(1, True) for _ in range(SPARES)]
+    assert spaces.spare == []
+    assert len({t.data_ptr() for t in [*found, *taken]}) == 3 + SPARES
+
+
+def test_capture_id_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_capture_info", lambda: None)
+    assert workspace.capture_id(0) is None
+
+    def query(stream: Any, status: Any, number: Any, *rest: Any) -> int:
+        status._obj.value, number._obj.value = int(stream.value == 5), 99
+        return 0
+
+    monkeypatch.setattr(workspace, "_capture_info", lambda: query)
+    assert workspace.capture_id(5) == 99
+    assert workspace.capture_id(6) is None
+
+
+def test_the_gemm_path_is_the_last() -> None:
+    first, last = IMPLEMENTATIONS["hc_mix"]
+    assert (first.name, last.name) == ("cute_kernels.hyper.mix", "gemm")
+    assert gemm_mix.hc_mix in vars(last).values()

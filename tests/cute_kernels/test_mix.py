@@ -1,0 +1,136 @@
+"""The geometry of the HC mix: who owns which weight, and what fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from bindings import precompile, sass, targets
+from cute_kernels.hyper import mix_plan
+from cute_kernels.hyper.mix_plan import BUCKETS, MAX_SMEM, SLAB, MixPlan, bucket_of, plan
+
+pytestmark = pytest.mark.cpu
+
+MODEL = (2560, 4, 320)
+SHAPES = given(
+    hidden=st.integers(1, 48).map(lambda n: 64 * n),
+    streams=st.sampled_from([1, 2, 4, 8]),
+    low_rank=st.integers(1, 24).map(lambda n: 16 * n),
+    bucket=st.sampled_from(BUCKETS),
+    target=st.sampled_from(targets.TARGETS),
+)
+
+
+def made(hidden: int, streams: int, low_rank: int, bucket: int, target: str) -> MixPlan:
+    found = plan(hidden, streams, low_rank, bucket, target)
+    assume(isinstance(found, MixPlan))
+    assert isinstance(found, MixPlan)
+    return found
+
+
+def boxes(p: MixPlan) -> tuple[list[tuple[range, range]], list[tuple[range, range]]]:
+    """(rows, elements of K) of every box that a CTA copies, of w_down and of w_up, cut to the tensors."""
+
+    def inside(first: int, count: int, end: int) -> range:
+        return range(min(first, end), min(first + count, end))
+
+    down, up = [], []
+    for cta in range(p.grid):
+        rank, group = cta % p.cluster, cta // p.cluster
+        rows = inside(group * p.down_rows, p.down_rows, p.low_rank)
+        down += [(rows, inside((rank * p.down_slabs + s) * SLAB, SLAB, p.width)) for s in range(p.down_slabs)]
+        own = inside(cta * p.up_hidden, p.up_hidden, p.hidden)
+        for s in range(p.up_slabs):
+            columns = inside(s * SLAB, SLAB, p.low_rank)
+            up += [
+                (range(c * p.hidden + own.start, c * p.hidden + own.stop), columns) for c in range(p.streams)
+            ]
+    return down, up
+
+
+@SHAPES
+def test_every_weight_is_copied_once(
+    hidden: int, streams: int, low_rank: int, bucket: int, target: str
+) -> None:
+    p = made(hidden, streams, low_rank, bucket, target)
+    for found, rows, columns in zip(boxes(p), (low_rank, p.width), (p.width, low_rank), strict=True):
+        assert sum(len(r) * len(k) for r, k in found) == rows * columns
+        corners = Counter((r.start, k.start) for r, k in found if len(r) and len(k))
+        assert set(corners.values()) == {1}
+        assert {k.start for _, k in found if len(k)} == set(range(0, columns, SLAB))
+
+
+@SHAPES
+def test_a_plan_fits(hidden: int, streams: int, low_rank: int, bucket: int, target: str) -> None:
+    p = made(hidden, streams, low_rank, bucket, target)
+    assert p.smem_bytes <= MAX_SMEM
+    assert p.grid <= (mix_plan.CTAS if p.shares_sm else mix_plan.CTAS_ALONE)
+    assert p.cluster * p.down_slabs * SLAB == p.width
+    assert p.columns * p.cluster == p.bucket
+    assert p.down_rows % 2 == 0  # a pair of inner activations is one CTA's
+    assert p.up_rows % 16 == 0
+    assert p.inner_offset >= 4 * p.bucket * p.splits * p.part_stride
+    assert p.inner_offset >= 4 * p.bucket * p.parts * p.sum_stride
+    assert p.inner_offset + p.inner_bytes <= p.pool_bytes
+    assert p.up_steps % p.parts == 0
+    assert max(p.down_rows, p.up_hidden, p.bucket) <= 256  # of a TMA box
+    if p.tensor_memory:
+        assert p.bucket * (1 + p.up_tiles) <= 512
+        assert p.down_stride % 8 == 0
+    else:
+        assert p.up_tiles * p.parts <= p.warps
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_the_model_has_a_plan(bucket: int, target: str) -> None:
+    p = plan(*MODEL, bucket, target)
+    assert isinstance(p, MixPlan)
+    assert p.grid in (mix_plan.CTAS, mix_plan.CTAS_ALONE)
+
+
+def test_what_has_no_plan_says_why() -> None:
+    assert plan(2560, 3, 320, 8, "sm_90a") == "C is one of 1, 2, 4, 8"
+    assert plan(2564, 4, 320, 8, "sm_90a") == "H is a multiple of 8"
+    assert plan(2560, 4, 328, 8, "sm_90a") == "R is a multiple of 16"
+    assert plan(40, 1, 320, 8, "sm_90a") == "C*H is a multiple of 64"
+    for target in targets.TARGETS:
+        assert plan(16384, 4, 1024, 8, target) == (
+            f"a CTA's share of the weights fits {MAX_SMEM} bytes of shared memory"
+        )
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
+def test_buckets(rows: int, bucket: int) -> None:
+    assert bucket_of(rows) == bucket
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_the_machine_code_has_the_instructions_of_the_plan(target: str) -> None:
+    configs = [c for c in precompile.registered((target,), sample=True) if c.kernel == "hc_mix"]
+    assert {(c.key.params["dtype"], c.key.params["bucket"]) for c in configs} == {
+        (dtype, bucket) for dtype in ("bf16", "fp16") for bucket in BUCKETS
+    }
+    for result in precompile.build_all(configs, None, jobs=2):
+        assert result.report is not None, result.error
+        p = plan(*MODEL, int(result.config.key.params["bucket"]), target)
+        assert isinstance(p, MixPlan)
+        counted = {
+            name: sum(n for key, n in result.report.instructions.items() if key.split(".")[0] == name)
+            for name in ("UTMALDG", "UTCHMMA", "LDTM", "UTCBAR", "HMMA", "LDGSTS")
+        }
+        assert counted["UTMALDG"] == p.down_slabs + p.up_slabs + p.x_boxes * p.staged, result.config
+        assert counted["LDGSTS"] == 0, result.config
+        if p.tensor_memory:
+            assert counted["UTCHMMA"] == p.down_slabs * SLAB // 16 + p.up_tiles * p.up_steps, result.config
+            assert counted["LDTM"] == 1 + p.up_tiles, result.config
+            assert counted["UTCBAR"] == 2, result.config
+            assert counted["HMMA"] == 0, result.config
+        else:
+            assert counted["HMMA"] > 0, result.config
+        assert result.report.dynamic_smem is not None
+        assert result.report.dynamic_smem <= p.smem_bytes, result.config

@@ -1,0 +1,197 @@
+"""hc_mix where CTAs wait for each other: every row count, launches that follow and overlap, what the
+workspace held before, a grid that does not fit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import bindings
+from bindings import mix, ops, workspace
+from bindings.errors import FlashnextWarning
+from bindings.targets import target_of
+from cute_kernels.hyper import mix_plan
+from tests.draw import Draw
+from tests.draw import mix as drawn
+from tests.harness import assert_same_bits, judge
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda:0")
+MODEL = dict(H=2560, C=4, R=320)
+
+
+@pytest.fixture(autouse=True)
+def cute() -> Iterator[None]:
+    """The kernel, and nothing else, serves; a new process has no workspaces."""
+    if target_of(DEVICE) is None:
+        pytest.skip("no kernels are built for this device")
+    with bindings.backend("cute"):
+        yield
+    torch.cuda.synchronize()
+
+
+def inputs(T: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Tensor]:
+    made = drawn(Draw(f"mix {seed}"), T=T, dtype=dtype, **MODEL)
+    return {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in made.items()}
+
+
+def on_cpu(args: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in args.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_row_count(dtype: torch.dtype) -> None:
+    """1 to 33 rows of one input, buckets in turn; 33 are GEMMs."""
+    whole = inputs(33, dtype)
+    for T in range(1, 34):
+        args = {**whole, "normed": whole["normed"][:T].contiguous()}
+        served = bindings.explain("hc_mix", **args)
+        assert served.implementation == ("cute_kernels.hyper.mix" if T <= 32 else "gemm")
+        judge("hc_mix", on_cpu(args), (ops.hc_mix(**args),))
+
+
+@pytest.mark.parametrize("T", [1, 8, 16, 32])
+def test_launches_that_follow_each_other_give_the_same_bits(T: int) -> None:
+    """Every launch starts before the one before it is done."""
+    args = inputs(T)
+    expected = ops.hc_mix(**args)
+    outs = [torch.full_like(expected, float("nan")) for _ in range(200)]
+    torch.cuda.synchronize()
+    for out in outs:
+        ops.hc_mix(**args, out=out)
+    for i, out in enumerate(outs):
+        assert_same_bits(out, expected, f"launch {i}")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("T", [1, 11, 32])
+def test_under_a_sanitizer(T: int) -> None:
+    """Few launches of the model's shape, so that a sanitizer is done in time."""
+    args = inputs(T)
+    first, second = ops.hc_mix(**args), ops.hc_mix(**args)
+    judge("hc_mix", on_cpu(args), (first,))
+    assert_same_bits(second, first, "second run")
+
+
+@pytest.mark.parametrize("T", [3, 32])
+def test_two_streams_and_graphs_at_once(T: int) -> None:
+    """Eager calls on two streams, beside the replays of two graphs on two more: none shares a workspace with
+    another, and all give the same bits."""
+    args = [inputs(T, seed=i) for i in range(4)]
+    expected = [ops.hc_mix(**a) for a in args]
+    outs = [torch.full_like(e, float("nan")) for e in expected]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    graphs = []
+    for i in (2, 3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[i]):
+            for _ in range(10):
+                ops.hc_mix(**args[i], out=outs[i])
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    for _ in range(5):
+                        ops.hc_mix(**args[i], out=outs[i])
+                else:
+                    graphs[i - 2].replay()
+    torch.cuda.synchronize()
+    for i, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
+        assert_same_bits(out, wanted, f"stream {i}")
+
+
+def test_streams_within_a_graph() -> None:
+    """Two branches of one graph may run at once, so they have workspaces of their own."""
+    args = [inputs(1, seed=i) for i in range(2)]
+    expected = [ops.hc_mix(**a) for a in args]
+    outs = [torch.full_like(e, float("nan")) for e in expected]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        for _ in range(5):
+            ops.hc_mix(**args[0], out=outs[0])
+            with torch.cuda.stream(side):
+                ops.hc_mix(**args[1], out=outs[1])
+        main.wait_stream(side)
+    for _ in range(10):
+        graph.replay()
+    for i, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
+        assert_same_bits(out, wanted, f"branch {i}")
+
+
+def test_a_graph_that_finds_no_spare_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then sets memory of its own to zero in every replay."""
+    args = inputs(2)
+    expected, out = ops.hc_mix(**args), None
+    for spaces in workspace._all.values():
+        monkeypatch.setattr(spaces, "spare", [])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            out = ops.hc_mix(**args)
+    assert out is not None
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(out, expected, "replay")
+
+
+@pytest.mark.parametrize("epoch", [1, 12345, 2**31 - 2, 2**32 - 3])
+def test_what_the_workspace_held_does_not_matter(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads of NaNs under the last epoch, and an epoch that wraps."""
+    args = inputs(5)
+    expected = ops.hc_mix(**args)
+    spaces = workspace.workspaces(DEVICE, plan(5), plan(5).workspace_words)
+    held = spaces.of(torch.cuda.current_stream().cuda_stream, False)
+    words = held.view(torch.int32)
+    signed = epoch - 2**32 if epoch >= 2**31 else epoch
+    words[0::2], words[1::2] = -1, signed  # payload, epoch
+    epochs = words[: plan(5).grid]
+    epochs.fill_(signed)
+    torch.cuda.synchronize()
+    for i in range(5):
+        assert_same_bits(ops.hc_mix(**args), expected, f"launch {i}")
+    assert {e % 2**32 for e in epochs.tolist()} == {(epoch + 5) % 2**32}
+
+
+def plan(T: int) -> mix_plan.MixPlan:
+    target = target_of(DEVICE)
+    assert target is not None
+    found = mix_plan.plan(2560, 4, 320, mix_plan.bucket_of(T), target)
+    assert isinstance(found, mix_plan.MixPlan)
+    return found
+
+
+def test_a_grid_that_is_not_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More CTAs than can be resident: the launch is refused, GEMMs give the result, nothing hangs, and no
+    error is left behind for whoever asks next."""
+    args = inputs(4)
+    args["w_down"] = args["w_down"].repeat(2, 1)[:608].contiguous()
+    args["w_up"] = args["w_up"].repeat(1, 2)[:, :608].contiguous()
+    resident = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    monkeypatch.setattr(mix_plan, "CTAS", 4 * resident)
+    monkeypatch.setattr(mix_plan, "SHARED_SM", mix_plan.MAX_SMEM)
+    monkeypatch.setattr(mix, "_multiprocessors", lambda call: None)
+    monkeypatch.setattr(mix, "_refused", {})
+    mix_plan.plan.cache_clear()
+    try:
+        assert bindings.explain("hc_mix", **args).implementation == "cute_kernels.hyper.mix"
+        with pytest.warns(FlashnextWarning, match="cannot be resident at once"):
+            result = ops.hc_mix(**args)
+        judge("hc_mix", on_cpu(args), (result,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            judge("hc_mix", on_cpu(args), (ops.hc_mix(**args),))
+        assert bindings.explain("hc_mix", **args).implementation == "gemm"
+        torch.cuda.synchronize()
+        assert torch.ones(4, device=DEVICE).sum().item() == 4
+    finally:
+        mix_plan.plan.cache_clear()
