@@ -10,6 +10,9 @@ A layer boundary is one read and one write around a block::
 
 `write` without `next_norm` leaves no prepared norm: use it where anything else changes the residual before
 the next read (an embedding that is added, a pipeline cut), and `HCState.with_residual` for that change.
+
+With `next_inject=following.inject_weight` beside `next_norm`, one launch (`hc_boundary`) prepares the next
+gate as well: the read that follows then launches none and uses no second stream. The bits are the same.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ GATE_STREAMS = ("side", "main")
 
 @dataclass(frozen=True, eq=False)
 class _Origin:
-    """What a prepared norm was prepared from and for; how a state notices that it outlived either."""
+    """What a prepared norm was prepared from and for; how a state notices that it outlived either. inject:
+    the weight that a prepared gate was made with."""
 
     residual: Tensor
     version: int | None
     connection: HyperConnection | None
+    inject: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +49,8 @@ class HCState:
 
     residual: [T, C*H] bf16 or fp16. normed: its grouped norm, same shape and dtype, or None (the next read
     normalises). gate_partials: [T, S, C] fp32 between a read and its write, else None. gate_event: the end of
-    the gate on its own stream; None when the gate ran on the current one.
+    the gate on its own stream; None when the gate ran on the current one. next_partials: [T, S, C] fp32, the
+    gate of the next read, where the write prepared it with the norm, else None.
 
     A norm belongs to one residual: `dataclasses.replace` with another residual is refused, and so is the use
     of a state whose residual was changed in place. `with_residual` is the way to change it.
@@ -54,6 +60,7 @@ class HCState:
     normed: Tensor | None = None
     gate_partials: Tensor | None = None
     gate_event: torch.cuda.Event | None = None
+    next_partials: Tensor | None = None
     _origin: _Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,28 +70,34 @@ class HCState:
         if self.normed is None:
             if self.gate_partials is not None or self.gate_event is not None:
                 raise InvalidArgument("gate_partials: given without normed, which they are computed from")
+            if self.next_partials is not None:
+                raise InvalidArgument("next_partials: given without normed, which they are computed from")
             return
         _check_like("normed", self.normed, self.residual, self.residual.shape)
         if self.gate_partials is not None:
-            self._check_partials(self.gate_partials)
+            self._check_partials("gate_partials", self.gate_partials)
+            if self.next_partials is not None:
+                raise InvalidArgument(
+                    "next_partials: given with gate_partials, those of a read to be written"
+                )
         elif self.gate_event is not None:
             raise InvalidArgument("gate_event: given without gate_partials")
+        elif self.next_partials is not None:
+            self._check_partials("next_partials", self.next_partials)
         if self._origin is None:
             origin = _Origin(self.residual, _version(self.residual), None)
             object.__setattr__(self, "_origin", origin)
         elif not torch.compiler.is_compiling() and self._origin.residual is not self.residual:
             raise InvalidArgument("residual: normed was prepared from another residual; use with_residual")
 
-    def _check_partials(self, partials: Tensor) -> None:
+    def _check_partials(self, name: str, partials: Tensor) -> None:
         rows = self.residual.shape[0]
-        _check_tensor("gate_partials", partials)
+        _check_tensor(name, partials)
         if partials.dim() != 3 or partials.shape[:2] != (rows, SPLITS):
-            raise InvalidArgument(
-                f"gate_partials: got shape {list(partials.shape)}, allowed [{rows}, {SPLITS}, C]"
-            )
+            raise InvalidArgument(f"{name}: got shape {list(partials.shape)}, allowed [{rows}, {SPLITS}, C]")
         if partials.dtype != torch.float32 or partials.device != self.residual.device:
             raise InvalidArgument(
-                f"gate_partials: got {partials.dtype} on {partials.device}, "
+                f"{name}: got {partials.dtype} on {partials.device}, "
                 f"allowed torch.float32 on {self.residual.device}"
             )
 
@@ -129,7 +142,7 @@ class HyperConnection:
     launch, PDL): neither may be written by the kernel directly before the call that reads it, nor by one that
     only operators of this package separate from it; any ordinary kernel in between, an event wait or a
     synchronisation makes it safe. A foreign kernel that uses PDL but skips its own wait breaks the chain for
-    these kernels too. `write` reads the norm weight of its next_norm.
+    these kernels too. `write` reads its next_inject and the norm weight of its next_norm.
 
     The side stream is shared by the connections of a device. So while a CUDA graph is being captured on a
     device, no other thread may read on it.
@@ -181,25 +194,34 @@ class HyperConnection:
         """The block's input x [T, H], and the state to write with.
 
         x is the mix of the normed residual, which is normalised here unless the state brings it. The gate
-        starts on its stream before the mix, and `write` waits for it.
+        starts on its stream before the mix, and `write` waits for it; a state that brings it (next_partials)
+        spares it.
         """
         if self.inject_weight is None:
             raise InvalidArgument("inject_weight: this connection has none, so it can only final_read")
         normed = self._normed(state)
-        partials, event = self._gate(normed, self.inject_weight)
+        if state.next_partials is None:
+            partials, event = self._gate(normed, self.inject_weight)
+        else:
+            partials, event = self._prepared(state, state.next_partials), None
         x = ops.hc_mix(normed, self.w_down, self.w_up, streams=self.streams)
         origin = _Origin(state.residual, _version(state.residual), self)
-        return x, HCState(state.residual, normed, partials, event, origin)
+        return x, HCState(state.residual, normed, partials, event, _origin=origin)
 
     def write(
-        self, block_out: Tensor, state: HCState, next_norm: HyperConnection | Tensor | None = None
+        self,
+        block_out: Tensor,
+        state: HCState,
+        next_norm: HyperConnection | Tensor | None = None,
+        next_inject: Tensor | None = None,
     ) -> HCState:
         """Adds the block's output to the streams through the gate, and prepares the next read's norm on the
         way.
 
         block_out: [T, H]. state: what this connection's `read` returned. next_norm: the connection that reads
         next, of as many streams, or its norm weight [C*H] (then with this connection's eps); None where
-        something else updates the residual first.
+        something else updates the residual first. next_inject: the inject weight [C, C*H] of the connection
+        that reads next, with next_norm only; its gate is then prepared in the same launch.
         """
         self._check_state(state)
         if state.gate_partials is None:
@@ -219,12 +241,19 @@ class HyperConnection:
                 raise InvalidArgument(f"next_norm: got {following.streams} streams, allowed {self.streams}")
         if weight is not None:
             _check_like("next_norm", weight, state.residual, tuple(self.norm_weight.shape))
+        if next_inject is not None:
+            self._check_inject(next_inject, weight, following)
         if state.gate_event is not None:
             _gates.join(state.gate_event, state.residual.device)
         if weight is None:
             return HCState(ops.hc_apply(block_out, state.residual, state.gate_partials))
-        combined, normed = ops.hc_apply_norm(block_out, state.residual, state.gate_partials, weight, eps)
-        return HCState(combined, normed, _origin=_Origin(combined, _version(combined), following))
+        boundary = (block_out, state.residual, state.gate_partials, weight)
+        if next_inject is None:
+            combined, normed = ops.hc_apply_norm(*boundary, eps)
+            return HCState(combined, normed, _origin=_Origin(combined, _version(combined), following))
+        combined, normed, partials = ops.hc_boundary(*boundary, next_inject, eps)
+        origin = _Origin(combined, _version(combined), following, next_inject)
+        return HCState(combined, normed, next_partials=partials, _origin=origin)
 
     def final_read(self, state: HCState) -> Tensor:
         """The final mixer: x [T, H] from the residual, and no gate, since nothing is written after it."""
@@ -237,6 +266,30 @@ class HyperConnection:
         if state.normed is not None:
             return state.normed
         return ops.grouped_gemma_rmsnorm(state.residual, self.norm_weight, self.eps, group_size=self.hidden)
+
+    def _check_inject(
+        self, inject: Tensor, norm_weight: Tensor | None, following: HyperConnection | None
+    ) -> None:
+        if norm_weight is None:
+            raise InvalidArgument("next_inject: given without next_norm, whose result its gate reads")
+        _check_like("next_inject", inject, norm_weight, (self.streams, *self.norm_weight.shape))
+        if torch.compiler.is_compiling() or following is None:
+            return
+        if following.inject_weight is not inject:
+            raise InvalidArgument("next_inject: got another tensor than next_norm's own inject_weight")
+
+    def _prepared(self, state: HCState, partials: Tensor) -> Tensor:
+        """The gate partials that a state brings, if they are this connection's."""
+        if partials.shape[2] != self.streams:
+            raise InvalidArgument(
+                f"state.next_partials: got {partials.shape[2]} streams, allowed {self.streams}"
+            )
+        origin = state._origin
+        if origin is None or torch.compiler.is_compiling():
+            return partials
+        if origin.inject is not None and origin.inject is not self.inject_weight:
+            raise InvalidArgument("state: its gate was prepared with another inject weight")
+        return partials
 
     def _gate(self, normed: Tensor, inject_weight: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         # A compiled region stays on one stream, and no rows are no work to hide.

@@ -21,8 +21,7 @@ import cutlass.cute as cute
 
 from cute_kernels.device import args, vector
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.span import Span
-from cute_kernels.hyper.steps import MAX_THREADS, SPLITS, combine, stream_gate
+from cute_kernels.hyper.steps import SPLITS, combine, stream_gate, stream_span
 
 
 class HcApply:
@@ -30,7 +29,7 @@ class HcApply:
 
     def __init__(self, target: str, hidden: int, streams: int, vec_bytes: int):
         self.hidden, self.streams, self.vec_bytes = hidden, streams, vec_bytes
-        self.span = Span.of(target, hidden, MAX_THREADS)
+        self.span = stream_span(target, hidden)
 
     @cute.jit
     def __call__(

@@ -24,8 +24,7 @@ from cutlass import Float32
 
 from cute_kernels.device import args, vector
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.span import Span
-from cute_kernels.hyper.steps import MAX_THREADS, SPLITS, combine, gemma_rmsnorm, stream_gate
+from cute_kernels.hyper.steps import SPLITS, combine, gemma_rmsnorm, stream_gate, stream_span
 
 
 class HcApplyNorm:
@@ -33,7 +32,7 @@ class HcApplyNorm:
 
     def __init__(self, target: str, hidden: int, streams: int, vec_bytes: int):
         self.hidden, self.streams, self.vec_bytes = hidden, streams, vec_bytes
-        self.span = Span.of(target, hidden, MAX_THREADS)
+        self.span = stream_span(target, hidden)
 
     @cute.jit
     def __call__(
@@ -81,7 +80,7 @@ class HcApplyNorm:
         vector.load_span(r, vector.row_of(residual, t, width, self.vec_bytes), c, tid, span, self.vec_bytes)
         x = combine(stream_gate(partials, t, c, self.streams), b, r, dtype)
         vector.store_span(x, vector.row_of(combined, t, width, self.vec_bytes), c, tid, span, self.vec_bytes)
-        y = gemma_rmsnorm(x, w, eps, span, dtype)
+        y = gemma_rmsnorm(x, w, eps, span)
         vector.store_span(y, vector.row_of(normed, t, width, self.vec_bytes), c, tid, span, self.vec_bytes)
 
 

@@ -18,17 +18,10 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
-from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import args, vector
-from cute_kernels.device.math import fma
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.reduce import lanes_sum_each, pairwise_sum
-from cute_kernels.device.span import Span
-from cute_kernels.hyper.steps import SPLITS
-
-MAX_THREADS = 256
+from cute_kernels.hyper.steps import SPLITS, dot_each, split_span, store_split
 
 
 class HcGate:
@@ -36,8 +29,7 @@ class HcGate:
 
     def __init__(self, target: str, width: int, streams: int, vec_bytes: int):
         self.width, self.streams, self.vec_bytes = width, streams, vec_bytes
-        self.span = Span.of(target, width // SPLITS, MAX_THREADS)
-        self.slots = 1 << (streams - 1).bit_length()  # streams, rounded up for the halving butterfly
+        self.span = split_span(target, width)
 
     @cute.jit
     def __call__(
@@ -68,29 +60,7 @@ class HcGate:
         vector.load_span(
             x, vector.row_of(normed, t, self.width, self.vec_bytes), s, tid, span, self.vec_bytes
         )
-
-        xf = x.load().to(Float32)
-        sums = []
-        for c in cutlass.range_constexpr(self.streams):
-            wf = weights[c].load().to(Float32)
-            acc = Float32(0.0)
-            for i in cutlass.range_constexpr(span.elems * span.passes):
-                acc = fma(xf[i], wf[i], acc)
-            sums.append(acc)
-
-        # lane l of each warp receives the warp's sum of stream l // lanes
-        lanes = 32 // self.slots
-        total = lanes_sum_each(sums + [Float32(0.0)] * (self.slots - self.streams))
-        scratch = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((self.slots, span.warps), stride=(span.warps, 1)), 16
-        )
-        lane = cute.arch.lane_idx()
-        if lane % lanes == 0:
-            scratch[lane // lanes, tid // 32] = total
-        cute.arch.sync_threads()
-        if tid < self.streams:
-            out = vector.row_of(partials, Int64(t) * SPLITS + s, self.streams, 4)
-            out[tid] = pairwise_sum([scratch[tid, k] for k in range(span.warps)])
+        store_split(dot_each(x, weights), partials, t, s, 0, tid, span, self.streams)
 
 
 def build(target: str, *, dtype: str, width: int, streams: int, vec_bytes: int):

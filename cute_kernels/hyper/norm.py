@@ -22,8 +22,7 @@ from cutlass import Float32
 
 from cute_kernels.device import args, vector
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.span import Span
-from cute_kernels.hyper.steps import MAX_THREADS, gemma_rmsnorm
+from cute_kernels.hyper.steps import gemma_rmsnorm, stream_span
 
 
 class GroupedGemmaRmsnorm:
@@ -32,7 +31,7 @@ class GroupedGemmaRmsnorm:
     def __init__(self, target: str, width: int, group_size: int, vec_bytes: int):
         self.width, self.vec_bytes = width, vec_bytes
         self.groups = width // group_size
-        self.span = Span.of(target, group_size, MAX_THREADS)
+        self.span = stream_span(target, group_size)
 
     @cute.jit
     def __call__(
@@ -58,7 +57,7 @@ class GroupedGemmaRmsnorm:
         await_predecessors()
         v = vector.span_fragment(span, dtype)
         vector.load_span(v, vector.row_of(x, t, self.width, self.vec_bytes), g, tid, span, self.vec_bytes)
-        y = gemma_rmsnorm(v, w, eps, span, dtype)
+        y = gemma_rmsnorm(v, w, eps, span)
         vector.store_span(y, vector.row_of(out, t, self.width, self.vec_bytes), g, tid, span, self.vec_bytes)
 
 

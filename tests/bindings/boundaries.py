@@ -73,6 +73,8 @@ class Chain:
     final: HyperConnection
     residual: Tensor
     update: Tensor
+    fused: bool = False
+    """Whether writes prepare the next gate too, where the next read follows at once."""
 
     @classmethod
     def make(
@@ -83,6 +85,7 @@ class Chain:
         device: torch.device = CPU,
         hidden: int = 64,
         seed: int = 0,
+        fused: bool = False,
         **kw: object,
     ) -> Chain:
         kinds = CHAINS[kind]
@@ -92,6 +95,7 @@ class Chain:
             final=connection(dtype, device, seed + 999, hidden, inject=False, **kw),
             residual=random((rows, STREAMS * hidden), dtype, device, seed + 5, 3.0),
             update=random((rows, STREAMS * hidden), dtype, device, seed + 6, 0.5),
+            fused=fused,
         )
 
     def plain(self) -> Tensor:
@@ -115,8 +119,11 @@ class Chain:
         state = HCState.start(self.residual)
         for kind, by, reader in zip(self.kinds, self.connections, following, strict=True):
             x, state = by.read(state)
-            state = by.write(block(x), state, next_norm=reader if kind == "plain" else None)
+            reader = reader if kind == "plain" else None
+            inject = reader.inject_weight if reader is not None and self.fused else None
+            state = by.write(block(x), state, next_norm=reader, next_inject=inject)
             assert state.gate_partials is None
+            assert (state.next_partials is None) == (inject is None)
             assert (state.normed is None) == (kind != "plain")
             if kind == "ple":
                 state = state.with_residual(state.residual + self.update)

@@ -36,11 +36,14 @@ def calls() -> Iterator[Counter[str]]:
 
 @pytest.mark.cpu
 class TestBoundaries:
+    @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize("kind", CHAINS)
-    def test_chain_equals_the_unfused_sequence(self, kind: str, rows: int, dtype: torch.dtype) -> None:
-        chain = Chain.make(kind, dtype, rows)
+    def test_chain_equals_the_unfused_sequence(
+        self, kind: str, rows: int, dtype: torch.dtype, fused: bool
+    ) -> None:
+        chain = Chain.make(kind, dtype, rows, fused=fused)
         assert_same(chain.run(), chain.plain())
 
     def test_real_shape(self) -> None:
@@ -60,6 +63,23 @@ class TestBoundaries:
             **({"hc_apply_norm": plain} if plain else {}),
             **({"hc_apply": boundaries - plain} if boundaries > plain else {}),
         }
+
+    @pytest.mark.parametrize("kind", CHAINS)
+    def test_a_prepared_gate_spares_the_next_read_its_own(self, kind: str, calls: Counter[str]) -> None:
+        chain = Chain.make(kind, torch.bfloat16, 2, fused=True)
+        chain.run()
+        plain, boundaries = chain.kinds.count("plain"), len(chain.kinds)
+        # the final mixer has no gate to prepare
+        fused = plain - (chain.kinds[-1] == "plain")
+        expected = {
+            "grouped_gemma_rmsnorm": 1 + boundaries - plain,
+            "hc_gate": boundaries - fused,
+            "hc_mix": boundaries + 1,
+            "hc_apply_norm": plain - fused,
+            "hc_boundary": fused,
+            "hc_apply": boundaries - plain,
+        }
+        assert calls == {op: count for op, count in expected.items() if count}
 
     def test_interleaved_requests_do_not_mix(self) -> None:
         first = Chain.make("mixed", torch.bfloat16, 3, seed=1)
@@ -88,14 +108,16 @@ class TestBoundaries:
         afresh = HCState.start(prepared.residual)
         assert_same(reader.read(prepared)[0], reader.read(afresh)[0])
 
+    @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_compiles_without_a_graph_break(self, backend: str) -> None:
+    def test_compiles_without_a_graph_break(self, backend: str, fused: bool) -> None:
         chain = Chain.make("ple", torch.bfloat16, 3)
         by, reader = chain.connections[:2]
 
         def boundary(residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
             x, state = by.read(HCState.start(residual))
-            x, state = reader.read(by.write(block(x), state, next_norm=reader))
+            inject = reader.inject_weight if fused else None
+            x, state = reader.read(by.write(block(x), state, next_norm=reader, next_inject=inject))
             state = reader.write(block(x), state)
             state = state.with_residual(state.residual + update)
             return chain.final.final_read(state), state.residual
@@ -201,6 +223,43 @@ class TestStateRules:
         with pytest.raises(InvalidArgument, match="state: was prepared for another HyperConnection"):
             third.read(written)
 
+    def test_a_prepared_gate_serves_the_connection_it_was_made_for(self, chain: Chain) -> None:
+        first, second, third = chain.connections[:3]
+        x, state = first.read(HCState.start(chain.residual))
+        written = first.write(block(x), state, second, second.inject_weight)
+        with pytest.raises(InvalidArgument, match="state: was prepared for another HyperConnection"):
+            third.read(written)
+        bare = first.write(block(x), state, second.norm_weight, second.inject_weight)
+        with pytest.raises(InvalidArgument, match="state: its gate was prepared with another inject weight"):
+            third.read(bare)
+        for prepared in (written, bare):
+            assert_same(second.read(prepared)[0], second.read(HCState.start(written.residual))[0])
+
+    def test_a_prepared_gate_does_not_outlive_its_residual(self, chain: Chain) -> None:
+        by, reader = chain.connections[:2]
+        x, state = by.read(HCState.start(chain.residual))
+        written = by.write(block(x), state, reader, reader.inject_weight)
+        assert written.next_partials is not None
+        assert written.gate_event is None
+        changed = written.residual + chain.update
+        assert written.with_residual(changed).next_partials is None
+        assert HCState.from_wire(written.to_wire()).next_partials is None
+        with pytest.raises(InvalidArgument, match="residual: normed was prepared from another residual"):
+            dataclasses.replace(written, residual=changed)
+        _, read = reader.read(written)
+        assert read.gate_partials is written.next_partials
+        assert read.next_partials is None
+        written.residual.add_(chain.update)
+        with pytest.raises(InvalidArgument, match=r"state\.residual: changed in place"):
+            reader.read(written)
+
+    def test_write_takes_no_state_that_was_only_prepared(self, chain: Chain) -> None:
+        by, reader = chain.connections[:2]
+        x, state = by.read(HCState.start(chain.residual))
+        written = by.write(block(x), state, reader, reader.inject_weight)
+        with pytest.raises(InvalidArgument, match="state: has no gate partials"):
+            reader.write(block(x), written)
+
     def test_write_needs_a_read(self, chain: Chain) -> None:
         by = chain.connections[0]
         with pytest.raises(
@@ -253,6 +312,22 @@ class TestValidation:
             (
                 dict(normed=_zeros(3, 256), gate_partials=_zeros(3, 8, 4)),
                 "^gate_partials: got torch.bfloat16",
+            ),
+            (
+                dict(next_partials=_zeros(3, 8, 4, dtype=torch.float32)),
+                "^next_partials: given without normed",
+            ),
+            (
+                dict(normed=_zeros(3, 256), next_partials=_zeros(3, 7, 4, dtype=torch.float32)),
+                r"^next_partials: got shape \[3, 7, 4\], allowed \[3, 8, C\]",
+            ),
+            (
+                dict(
+                    normed=_zeros(3, 256),
+                    gate_partials=_zeros(3, 8, 4, dtype=torch.float32),
+                    next_partials=_zeros(3, 8, 4, dtype=torch.float32),
+                ),
+                "^next_partials: given with gate_partials",
             ),
         ],
     )
@@ -342,6 +417,35 @@ class TestValidation:
         _, state = by.read(HCState.start(_zeros(3, 256)))
         with pytest.raises(InvalidArgument, match=message):
             by.write(_zeros(3, 64), state, next_norm)
+
+    @pytest.mark.parametrize(
+        ("next_norm", "next_inject", "message"),
+        [
+            (None, _zeros(4, 256), "^next_inject: given without next_norm"),
+            (_zeros(256), _zeros(3, 256), r"^next_inject: got shape \[3, 256\], allowed \[4, 256\]"),
+            (_zeros(256), _zeros(4, 256, dtype=torch.float16), "^next_inject: got torch.float16"),
+            (_zeros(256), 1.0, "^next_inject: got a float, allowed a torch.Tensor"),
+            (
+                HyperConnection(_zeros(256), _zeros(4, 256), _zeros(16, 256), _zeros(256, 16)),
+                _zeros(4, 256),
+                "^next_inject: got another tensor than next_norm's own inject_weight",
+            ),
+        ],
+    )
+    def test_a_next_inject_that_does_not_fit(
+        self, next_norm: object, next_inject: object, message: str
+    ) -> None:
+        by = connection(torch.bfloat16, CPU, 0)
+        _, state = by.read(HCState.start(_zeros(3, 256)))
+        with pytest.raises(InvalidArgument, match=message):
+            by.write(_zeros(3, 64), state, next_norm, next_inject)
+
+    def test_prepared_partials_of_other_streams(self) -> None:
+        by = connection(torch.bfloat16, CPU, 0)
+        partials = _zeros(3, 8, 2, dtype=torch.float32)
+        state = HCState(_zeros(3, 256), _zeros(3, 256), next_partials=partials)
+        with pytest.raises(InvalidArgument, match=r"^state\.next_partials: got 2 streams, allowed 4"):
+            by.read(state)
 
     def test_no_state(self) -> None:
         with pytest.raises(InvalidArgument, match=r"^state: got a Tensor, allowed an HCState$"):

@@ -169,6 +169,10 @@ class TestGateStreams:
         assert [gate.event for gate in gates._pending[0]] == [event]
 
 
+GATES = [("side", False), ("main", False), ("side", True)]
+"""Where the gate runs, and whether a write prepares it where it can."""
+
+
 def _delay_gates() -> None:
     """Keeps the side stream busy for some milliseconds, so that nothing is in time by luck."""
     with torch.cuda.stream(hyper._gates.prepare(torch.device("cuda", 0))):
@@ -185,15 +189,24 @@ class TestGpu:
         _delay_gates()
         assert_same(chain.run(), expected)
 
-    @pytest.mark.parametrize("gate_stream", ["side", "main"])
+    @pytest.mark.parametrize(("gate_stream", "fused"), GATES)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("rows", ROWS)
     @pytest.mark.parametrize("kind", CHAINS)
     def test_chain_equals_the_unfused_sequence(
-        self, kind: str, rows: int, dtype: torch.dtype, gate_stream: str
+        self, kind: str, rows: int, dtype: torch.dtype, gate_stream: str, fused: bool
     ) -> None:
-        chain = Chain.make(kind, dtype, rows, self.device, gate_stream=gate_stream)
+        chain = Chain.make(kind, dtype, rows, self.device, gate_stream=gate_stream, fused=fused)
         assert_same(chain.run(), chain.plain())
+
+    def test_a_prepared_gate_needs_no_stream(self) -> None:
+        chain = Chain.make("plain", torch.bfloat16, 2, self.device, hidden=2560)
+        by, reader = chain.connections[:2]
+        x, state = by.read(HCState.start(chain.residual))
+        written = by.write(x, state, reader, reader.inject_weight)
+        _, read = reader.read(written)
+        assert read.gate_event is None
+        assert torch.equal(read.gate_partials, ops.hc_gate(written.normed, reader.inject_weight))
 
     def test_the_gate_has_its_stream(self) -> None:
         chain = Chain.make("plain", torch.bfloat16, 2, self.device, hidden=2560)
@@ -205,10 +218,13 @@ class TestGpu:
         state.gate_event.synchronize()
         assert torch.equal(state.gate_partials, same.gate_partials)
 
-    @pytest.mark.parametrize("gate_stream", ["side", "main"])
+    @pytest.mark.parametrize(("gate_stream", "fused"), GATES)
     @pytest.mark.parametrize("rows", [0, 1, 5])
-    def test_a_captured_chain_replays_with_changed_inputs(self, rows: int, gate_stream: str) -> None:
-        chain = Chain.make("mixed", torch.bfloat16, rows, self.device, hidden=2560, gate_stream=gate_stream)
+    def test_a_captured_chain_replays_with_changed_inputs(
+        self, rows: int, gate_stream: str, fused: bool
+    ) -> None:
+        options = dict(hidden=2560, gate_stream=gate_stream, fused=fused)
+        chain = Chain.make("mixed", torch.bfloat16, rows, self.device, **options)
         chain.run()  # compiles what the capture needs
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
