@@ -20,15 +20,14 @@ PDL         predecessors write every input: all loads stand after the dependency
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import args, vector
-from cute_kernels.device.async_copy import copy16_or_zero, wait_all
-from cute_kernels.device.math import fma, select
+from cute_kernels.device.math import select
 from cute_kernels.device.pdl import await_predecessors, release_dependents
+from cute_kernels.moe.steps import Finalize
 
 THREADS = 64
 
@@ -37,18 +36,8 @@ class MoeFinalize:
     """One specialisation: target, hidden size, top-k, shared expert and gate or not, vector width."""
 
     def __init__(self, target: str, hidden: int, top_k: int, shared: bool, gated: bool, vec_bytes: int):
-        self.hidden, self.top_k, self.shared, self.gated, self.vec_bytes = (
-            hidden,
-            top_k,
-            shared,
-            gated,
-            vec_bytes,
-        )
-        self.elems = 8 if target == "sm_90a" or hidden % 16 else 16
-        self.chunks = self.elems // 8  # 16-byte copies a vector
-        self.sources = top_k + shared
-        self.vecs = hidden // self.elems
-        self.parts = -(-self.vecs // THREADS)
+        self.step = Finalize(target, hidden, top_k, shared, gated, THREADS)
+        self.vec_bytes = vec_bytes
 
     @cute.jit
     def __call__(
@@ -64,7 +53,7 @@ class MoeFinalize:
         rows = out.shape[0]
         if rows > 0:
             self.kernel(expert_out, permuted_idx, expert_weights, shared_out, shared_gate, out).launch(
-                grid=(rows, self.parts, 1),
+                grid=(rows, self.step.parts, 1),
                 block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,  # or the compiler, after occupancy, serialises the loads
                 stream=stream,
@@ -86,61 +75,19 @@ class MoeFinalize:
         release_dependents()
         await_predecessors()
 
-        dtype = out.element_type
+        step = self.step
         vec = part * THREADS + tid
-        active = vec < self.vecs
+        active = vec < step.vecs
         vec = select(active, vec, 0)  # an idle thread's copies read nothing, and it stores nothing
-        slots = vector.row_of(permuted_idx, t, self.top_k, 4)
-        weights = vector.row_of(expert_weights, t, self.top_k, expert_weights.element_type.width // 8)
-        idx = [slots[k] for k in range(self.top_k)]
-        weight = [weights[k].to(Float32) for k in range(self.top_k)]
+        idx, weight = step.routing(permuted_idx, expert_weights, t)
         gate = Float32(1.0)
-        if const_expr(self.gated):
+        if const_expr(step.gated):
             gate = shared_gate[t]
-
-        # A thread's vectors pass through shared memory of its own: K + 1 in flight, no registers, no barrier.
-        stage = SmemAllocator().allocate_tensor(
-            dtype, cute.make_layout((8, THREADS, self.chunks, self.sources)), byte_alignment=16
-        )
-        if const_expr(self.shared):
-            self.fetch(stage[None, tid, None, self.top_k], shared_out, t, vec, active)
-        for k in cutlass.range_constexpr(self.top_k):
-            kept = (idx[k] >= 0) & (idx[k] < expert_out.shape[0])
-            self.fetch(stage[None, tid, None, k], expert_out, select(kept, idx[k], 0), vec, kept & active)
-            # a dropped slot then adds 0 * 0: its own weight may be NaN
-            weight[k] = select(kept, weight[k], Float32(0.0))
-        wait_all()
-
-        acc = [Float32(0.0)] * self.elems
-        for k in cutlass.range_constexpr(self.top_k):
-            e = self.staged(stage, tid, k)
-            for i in cutlass.range_constexpr(self.elems):
-                acc[i] = fma(e[i], weight[k], acc[i])
-        wide = cute.make_rmem_tensor((self.elems,), Float32)
-        for i in cutlass.range_constexpr(self.elems):
-            wide[i] = acc[i]
-        result = cute.make_rmem_tensor((self.elems,), dtype)
-        result.store(wide.load().to(dtype))  # routed
-        if const_expr(self.shared):
-            routed, s = result.load().to(Float32), self.staged(stage, tid, self.top_k)
-            for i in cutlass.range_constexpr(self.elems):
-                wide[i] = fma(gate, s[i], routed[i])  # ungated: 1 * s is exact, so this is routed + shared
-            result.store(wide.load().to(dtype))
+        stage = step.stage(SmemAllocator(), out.element_type)
+        step.fetch(stage, expert_out, shared_out, idx, weight, t, tid, vec, active)
+        result = step.reduce(stage, weight, gate, tid)
         if active:
-            vector.store(result, vector.row_of(out, t, self.hidden, self.vec_bytes), vec, self.vec_bytes)
-
-    def fetch(self, slot: cute.Tensor, source: cute.Tensor, row, vec, keep) -> None:
-        """Vector `vec` of a row of `source` into a thread's slot of shared memory, or zeros."""
-        src = vector.row_of(source, row, self.hidden, 16)
-        for j in range(self.chunks):
-            copy16_or_zero(
-                slot[None, j].iterator, cute.local_tile(src, (8,), (vec * self.chunks + j,)).iterator, keep
-            )
-
-    def staged(self, stage: cute.Tensor, tid, source: int) -> list:
-        """A thread's vector of one source, as fp32 values."""
-        chunks = [stage[None, tid, j, source].load().to(Float32) for j in range(self.chunks)]
-        return [chunk[i] for chunk in chunks for i in range(8)]
+            vector.store(result, vector.row_of(out, t, step.hidden, self.vec_bytes), vec, self.vec_bytes)
 
 
 def build(

@@ -17,12 +17,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import args, vector
 from cute_kernels.device.math import fma, sigmoid
 from cute_kernels.device.pdl import await_predecessors, release_dependents
-from cute_kernels.device.reduce import cta_sum
+from cute_kernels.device.reduce import cta_sum, warp_scratch
 from cute_kernels.device.span import Span
 
 MAX_THREADS = 512
@@ -62,8 +61,7 @@ class SharedGate:
         dot = Float32(0.0)
         for i in cutlass.range_constexpr(span.elems * span.passes):
             dot = fma(xf[i], wf[i], dot)
-        scratch = SmemAllocator().allocate_tensor(Float32, cute.make_layout((span.warps,)), 16)
-        dot = cta_sum(dot, scratch, span.warps)
+        dot = cta_sum(dot, warp_scratch(span.warps), span.warps)
         if tid == 0:
             out[t] = sigmoid(dot)
 
