@@ -1,0 +1,1 @@
+"""PTX text to a program: lexer, parser, control flow."""

@@ -1,0 +1,59 @@
+"""hc_mix compiled for every target, executed by the emulator: results, findings, and what it reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bindings
+from bindings import emulated, ops, targets
+from cute_kernels.hyper import mix_plan
+from emulator.counters import Counters
+from tests.draw import Draw, Inputs, mix
+from tests.harness import judge
+
+pytestmark = pytest.mark.cpu
+
+SMALL = dict(H=64, C=4, R=32)
+MODEL = dict(H=2560, C=4, R=320)
+
+
+def emulate(target: str, inputs: Inputs) -> Counters:
+    """Runs and judges a call twice, and returns the counters of the last launch. A finding of the emulator is
+    an error."""
+    with emulated.options(target=target), bindings.backend("emulator"):
+        assert bindings.explain("hc_mix", **inputs).implementation == "cute_kernels.hyper.mix"
+        for _ in range(2):  # the second one finds the first one's epoch in its workspace
+            judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
+        return emulated.device().launches[-1]
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "shape"),
+    [
+        *((target, 1, SMALL) for target in targets.TARGETS),
+        ("sm_90a", 11, SMALL),
+        ("sm_100a", 11, SMALL),
+        ("sm_100a", 32, SMALL),
+        ("sm_100a", 3, dict(H=96, C=2, R=80)),
+        ("sm_100a", 2, dict(H=64, C=8, R=16)),
+    ],
+)
+def test_results(target: str, rows: int, shape: dict[str, int]) -> None:
+    emulate(target, mix(Draw("emulated"), T=rows, dtype=torch.bfloat16, **shape))
+
+
+def test_half_precision() -> None:
+    emulate("sm_100a", mix(Draw("emulated"), T=5, dtype=torch.float16, **SMALL))
+
+
+def test_every_weight_is_read_once() -> None:
+    """At the model's shape, by copies of the tensor memory accelerator: the weights, and for every cluster
+    the one row of activations."""
+    inputs = mix(Draw("emulated"), T=1, dtype=torch.bfloat16, **MODEL)
+    plan = mix_plan.plan(2560, 4, 320, 8, "sm_100a")
+    assert isinstance(plan, mix_plan.MixPlan)
+    counters = emulate("sm_100a", inputs)
+    weights = sum(inputs[name].numel() * 2 for name in ("w_down", "w_up"))
+    assert weights == 13_107_200
+    assert counters.tma_load_bytes == weights + plan.groups * inputs["normed"].numel() * 2
