@@ -16,8 +16,11 @@ AGAIN = "ours, again"
 """The same call captured a second time: what two identical versions differ by."""
 EMPTY = "empty kernel"
 READ = "read floor"
+SEPARATE = "ours, apply+norm then gate"
+"""What an hc_boundary does in one launch, in two."""
 COPY = "copy, 4 GiB"
 COPY_SAME = "copy, same bytes"
+GEMMS = "two GEMMs alone"
 
 Run = Mapping[str, Any]
 
@@ -42,8 +45,17 @@ class Target:
 TARGETS = (
     Target("hc_gate", 1, "cold", "sglang hc_combine_gate", 1.0),
     Target("hc_apply_norm", 1, "cold", "sglang hc_combine_apply_norm", 1.05),
-    Target("hc_boundary", 1, "cold", "sglang hc_combine_split", 1.2),
-    Target("hc_boundary", 1, "hot", "sglang hc_combine_split", 1.2),
+    Target("hc_gate_apply_norm", 1, "cold", "sglang hc_combine_split", 1.2),
+    Target("hc_gate_apply_norm", 1, "hot", "sglang hc_combine_split", 1.2),
+    Target("hc_boundary", 1, "cold", SEPARATE, 1.3),
+    Target("hc_mix", 1, "cold", "sglang Triton hc_mix", 1.6),
+    Target("hc_mix", 1, "hot", "sglang Triton hc_mix", 2.2),
+    Target("hc_mix", 1, "cold", READ, None),
+    Target("hc_mix", 4, "cold", "sglang Triton hc_mix", 1.6),
+    Target("hc_mix", 8, "cold", "sglang Triton hc_mix", 1.6),
+    Target("hc_mix", 16, "cold", "sglang Triton hc_mix", 1.6),
+    Target("hc_mix", 32, "cold", "torch eager", 1.6),
+    Target("hc_mix", 32, "cold", GEMMS, 1.0),
     Target("gdn_packed_decode", 1, "cold", "sglang Triton GDN", 1.05),
     Target("gdn_packed_decode", 1, "hot", "sglang Triton GDN", 1.05),
     Target("grouped_gemma_rmsnorm", 1, "cold", "sglang grouped norm", 1.05),

@@ -1,23 +1,25 @@
 """`python -m profiling.bench`: times the kernels by the protocol of protocol.py, beside floors and
 published kernels.
 
-    python -m profiling.bench [--ops A,B] [--rows 1,4] [--peers] [--gdn-tiles 8,16,32] [--json FILE]
-                              [--blocks 7] [--samples 31] [--quick] [--no-host]
+    python -m profiling.bench [--ops A,B] [--rows 1,4] [--peers] [--without torch.compile] [--json FILE]
+                              [--gdn-tiles 8,16,32] [--blocks 7] [--samples 31] [--quick] [--no-host]
+    python -m profiling.bench --counters [--targets sm_90a,sm_100a] [--ops ...] [--rows ...] [--json FILE]
 
-A run is one piece of work with one number of rows (cases.py); all its versions are interleaved: ours twice,
-an empty kernel, what the piece has as a floor, and with --peers the published kernels and torch. Every
-version is captured, replayed into poisoned outputs and checked against float64 before it is timed. The last
-lines judge the runs by acceptance.py. Exit code: 1 if an item fails or a version of ours is wrong, 2
-without a GPU of a supported target.
+A run is one piece of work with one number of rows (cases.py). Every version of it is captured, replayed into
+poisoned outputs and checked against float64 before it is timed. Ours is timed against itself first: what two
+captures of one call differ by is printed and is the noise floor, under which nothing is claimed ("~" in the
+tables). Then all versions are interleaved: ours twice, an empty kernel, what the piece has as a floor, and
+with --peers the published kernels and torch. The last lines judge the runs by acceptance.py. Exit code: 1 if
+an item fails or a version of ours is wrong, 2 without a GPU of a supported target.
+
+With --counters nothing is timed and no GPU is needed: the emulator runs every operator once for every target
+and counts (counters.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
-import os
 import sys
 import time
 import traceback
@@ -33,12 +35,13 @@ from torch import Tensor
 import bindings
 from bindings.targets import TARGETS as COMPILE_TARGETS
 from bindings.targets import target_of
-from profiling import acceptance, cases, floors, host, ours, peers, protocol, stats
-from profiling.acceptance import AGAIN, COPY, COPY_SAME, EMPTY, OURS, READ
+from profiling import acceptance, cases, counters, floors, host, ours, peers, protocol, stats
+from profiling.acceptance import AGAIN, COPY, COPY_SAME, EMPTY, GEMMS, OURS, READ, SEPARATE
 from profiling.cases import Case, Check
+from profiling.console import phase, say, write
 
 SCHEMA = 1
-DEFAULT_ROWS = {"gdn_packed_decode": (1, 64, 256)}
+DEFAULT_ROWS = {"gdn_packed_decode": (1, 64, 256), "hc_mix": (1, 4, 8, 16, 32)}
 COPY_FROM_ROWS = 64
 QUICK = {"blocks": 2, "samples": 11, "host_blocks": 5}
 
@@ -72,10 +75,6 @@ class Version:
         }
 
 
-def say(text: str = "", end: str = "\n") -> None:
-    print(text, end=end, flush=True)
-
-
 def versions_of(case: Case, found: peers.Found | None, tiles: Sequence[int]) -> Iterator[Version]:
     """Everything that a run of `case` times, ours first."""
 
@@ -90,6 +89,8 @@ def versions_of(case: Case, found: peers.Found | None, tiles: Sequence[int]) -> 
     if case.op == "gdn_packed_decode":
         for tile in tiles:
             yield mine(f"tile {tile}", partial(ours.tile_call, case, tile))
+    if case.op == "hc_boundary":
+        yield mine(SEPARATE, partial(ours.separate_call, case))
     yield Version(EMPTY, partial(floors.empty, case.device), 0)
     if case.op == "shared_gate":
         x, weight = case.args["x"], case.args["weight"]
@@ -97,6 +98,15 @@ def versions_of(case: Case, found: peers.Found | None, tiles: Sequence[int]) -> 
             make = partial(floors.read, x, weight, ctas, threads)
             check = partial(floors.check_read, x, weight, ctas, threads)
             yield Version(f"{READ} {ctas}x{threads}", make, case.bytes, check)
+    if case.op == "hc_mix":
+        weights = torch.cat([case.args["w_down"], case.args["w_up"].view_as(case.args["w_down"])])
+        for ctas, threads in floors.READ_SHAPES[:2]:
+            make = partial(floors.read, weights, weights[0], ctas, threads)
+            check = partial(floors.check_read, weights, weights[0], ctas, threads)
+            yield Version(f"{READ} {ctas}x{threads}", make, case.bytes, check)
+        yield Version(
+            GEMMS, partial(floors.products, *(case.args[n] for n in ("normed", "w_down", "w_up"))), 0
+        )
     if case.op == "gdn_packed_decode" and case.rows >= COPY_FROM_ROWS:
         state = case.rows * case.args["state"][0].numel() * case.args["state"].element_size()
         for name, count in ((COPY, floors.COPY_BYTES), (COPY_SAME, state)):
@@ -136,14 +146,23 @@ def measure(
     versions: Sequence[Version],
     settings: protocol.Settings,
 ) -> None:
-    """Times the versions that are right, cold and hot, into `run`."""
+    """Times the versions that are right into `run`: first ours against itself, then all, cold and hot.
+
+    The noise floor of a metric is the larger of two: of that first run, and of our two captures among all."""
     entries = {entry["name"]: entry for entry in run["versions"]}
     good = [v for v in versions if v.error is None]
     graphs: dict[str, protocol.Graph] = {v.name: v.graph for v in good if v.graph is not None}
-    with phase(f"cold {settings.blocks} x {settings.samples}") as tick:
+    if {OURS, AGAIN} <= set(graphs):
+        same = {name: graphs[name] for name in (OURS, AGAIN)}
+        with phase("A/A", settings.blocks) as tick:
+            taken = protocol.cold(device, same, settings, case.reset, tick)
+        run["noise"]["cold"] = stats.noise(taken[OURS], taken[AGAIN])
+        say(f"    noise floor, the same call captured twice: {run['noise']['cold']:.2%}")
+        run["again"] = {"cold": {name: _timing(blocks) for name, blocks in taken.items()}}
+    with phase(f"cold {settings.blocks} x {settings.samples}", settings.blocks) as tick:
         for name, blocks in protocol.cold(device, graphs, settings, case.reset, tick).items():
             entries[name]["cold"] = _timing(blocks)
-    with phase("hot") as tick:
+    with phase("hot", settings.blocks) as tick:
         counts = {name: settings.hot_count(entries[name]["cold"]["median"]) for name in graphs}
         repeated: dict[str, protocol.Graph] = {
             v.name: device.capture(v.call, counts[v.name])
@@ -156,7 +175,8 @@ def measure(
     pair = entries.get(OURS, {}), entries.get(AGAIN, {})
     for metric in ("cold", "hot"):
         if all(entry.get(metric) for entry in pair):
-            run["noise"][metric] = stats.noise(*(entry[metric]["samples"] for entry in pair))
+            among = stats.noise(*(entry[metric]["samples"] for entry in pair))
+            run["noise"][metric] = max(among, run["noise"].get(metric, 0.0))
 
 
 def measure_host(
@@ -167,7 +187,7 @@ def measure_host(
     if not calls:
         return
     calls["launch function"] = ours.compiled_call(case)
-    with phase(f"host {settings.host_blocks} x {settings.host_calls}") as tick:
+    with phase(f"host {settings.host_blocks} x {settings.host_calls}", settings.host_blocks) as tick:
         times = protocol.host(device, calls, settings, tick)
     run["host"] = {name: _timing(blocks) for name, blocks in times.items()}
 
@@ -175,15 +195,6 @@ def measure_host(
 def _timing(blocks: list[list[float]]) -> dict[str, Any]:
     samples = [[round(sample, 4) for sample in block] for block in blocks]
     return {**stats.summarise(stats.flat(blocks)).to_json(), "samples": samples}
-
-
-@contextlib.contextmanager
-def phase(text: str) -> Iterator[Callable[[], None]]:
-    """Says what runs and how long it took; the function it gives prints a dot."""
-    say(f"  {text} ", end="")
-    start = time.perf_counter()
-    yield lambda: say(".", end="")
-    say(f" {time.perf_counter() - start:.1f} s")
 
 
 def run_case(
@@ -197,6 +208,7 @@ def run_case(
         "served_by": None,
         "versions": [],
         "noise": {},
+        "again": {},
         "host": {},
         "error": None,
     }
@@ -223,6 +235,14 @@ def run_case(
     return run
 
 
+def compared(run: Mapping[str, Any], mine: Mapping[str, Any], version: Mapping[str, Any]) -> str:
+    """Median of the ratios to ours, taken pair by pair; "~" before one that is within the noise floor."""
+    pairs = stats.ratios(version["cold"]["samples"], mine["cold"]["samples"])
+    ratio = stats.summarise(stats.flat(pairs)).median
+    noise = run["noise"].get("cold")
+    return f"{'~' if noise is not None and abs(ratio - 1) <= noise else ''}{ratio:.3f}"
+
+
 def run_table(run: Mapping[str, Any]) -> str:
     """A run's medians as text."""
     rows = [("", "cold us", "p10-p90", "hot us", "x ours", "GB/s")]
@@ -231,7 +251,7 @@ def run_table(run: Mapping[str, Any]) -> str:
         cold, hot = v["cold"], v["hot"]
         if cold is None:
             continue
-        relative = f"{cold['median'] / mine['cold']['median']:.3f}" if mine else ""
+        relative = compared(run, mine, v) if mine else ""
         rate = f"{v['bytes'] / cold['median'] / 1e3:.0f}" if v["bytes"] else ""
         span = f"{cold['p10']:.2f}-{cold['p90']:.2f}"
         rows.append(
@@ -247,18 +267,12 @@ def run_table(run: Mapping[str, Any]) -> str:
     ]
     if run["noise"]:
         lines.append(
-            "    A/A: " + ", ".join(f"{metric} {value:.2%}" for metric, value in run["noise"].items())
+            "    A/A noise floor: "
+            + ", ".join(f"{metric} {value:.2%}" for metric, value in run["noise"].items())
         )
     for name, call in run["host"].items():
         lines.append(f"    host, {name}: {call['median']:.2f} us ({call['p10']:.2f}-{call['p90']:.2f})")
     return "\n".join(lines)
-
-
-def write(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a result file whole or not at all; runs so far are kept if a later one is cut short."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(record, allow_nan=False) + "\n")
-    os.replace(temporary, path)
 
 
 def plan(options: argparse.Namespace) -> list[tuple[str, int]]:
@@ -271,8 +285,11 @@ def bench(options: argparse.Namespace, device: protocol.Device) -> int:
     start = time.perf_counter()
     about = host.describe(device.device)
     found = peers.discover() if options.peers else None
+    if found is not None:
+        found = found._replace(peers=tuple(p for p in found.peers if not p.name.startswith(options.without)))
     record: dict[str, Any] = {
         "schema": SCHEMA,
+        "kind": "bench",
         "command": options.command,
         "date": host.today(),
         "host": about,
@@ -311,6 +328,15 @@ def _ours_wrong(run: Mapping[str, Any]) -> bool:
     )
 
 
+def count(options: argparse.Namespace) -> int:
+    """Runs the operators in the emulator and counts; the exit code."""
+    runs = [(op, rows) for op in options.ops if op in counters.OPS for rows in options.rows or (1,)]
+    record = counters.run(runs, options.targets, options.command)
+    if options.json:
+        write(options.json, record)
+    return 1 if any(kernel["error"] for kernel in record["kernels"]) else 0
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     numbers = tuple(int(word) for word in text.split(","))
     if any(number < 1 for number in numbers):
@@ -325,6 +351,13 @@ def _ops(text: str) -> tuple[str, ...]:
     return names
 
 
+def _targets(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in COMPILE_TARGETS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(COMPILE_TARGETS)}")
+    return names
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command-line options."""
     defaults = protocol.Settings()
@@ -336,6 +369,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=_numbers, help="rows of every op (1; GDN 1,64,256)")
     parser.add_argument("--peers", action="store_true", help="also time published kernels and torch")
+    parser.add_argument(
+        "--without",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAME,...",
+        help="leave out peers whose name starts so (torch.compile takes seconds a piece)",
+    )
+    parser.add_argument(
+        "--counters", action="store_true", help="time nothing: run in the emulator, without a GPU, and count"
+    )
+    parser.add_argument(
+        "--targets",
+        type=_targets,
+        default=tuple(COMPILE_TARGETS),
+        help=f"of {', '.join(COMPILE_TARGETS)} (all), for --counters",
+    )
     parser.add_argument(
         "--gdn-tiles", type=_numbers, default=(), help="also time our GDN with these value tiles"
     )
@@ -367,8 +416,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark on command-line arguments and returns its exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    if options.counters:
+        return count(options)
     if not torch.cuda.is_available():
-        print("profiling.bench: torch sees no CUDA device; nothing was timed", file=sys.stderr)
+        print(
+            "profiling.bench: torch sees no CUDA device; nothing was timed (--counters needs none)",
+            file=sys.stderr,
+        )
         return 2
     if target_of(torch.device("cuda", torch.cuda.current_device())) is None:
         targets = ", ".join(COMPILE_TARGETS)

@@ -1,7 +1,7 @@
 """What is timed: pieces of work with the model's shapes, seeded inputs, our calls for them, and the check
 of a result.
 
-A piece is an operator, or `hc_boundary`: the gate and the apply+norm behind one block, which other
+A piece is an operator, or `hc_gate_apply_norm`: the gate and the apply+norm behind one block, which other
 implementations split differently. A result is judged against float64 (bindings.oracle) by the contract's
 tolerance, on rows spread over the call; of every row it must be finite.
 """
@@ -20,8 +20,8 @@ from bindings.registry import ModelConfig
 from bindings.tolerance import Exact
 
 Results = Mapping[str, Tensor]
-"""Results by name: those of `oracle.RESULTS`, or `hc_gate.sum`: gate partials [T, S, C] whose splits are
-not the contract's, or [T, C], of which the sum over the splits is compared."""
+"""Results by name: those of `oracle.RESULTS`, or for gate partials the name and `.sum`: [T, S, C] whose
+splits are not the contract's, or [T, C], of which the sum over the splits is compared."""
 
 MODEL = ModelConfig()
 EPS = 1e-6
@@ -89,7 +89,7 @@ class Case:
             # a pool's rows are slots, and the exact function picked those of the checked rows
             at = self.args["state_indices"][rows].long() if name.endswith(".state") else rows
             some = got[at]
-            if name == "hc_gate.sum" and some.dim() == 3:
+            if name.endswith(".sum") and some.dim() == 3:
                 some = some.sum(1)
             verdict = tolerance.check(name.removesuffix(".sum"), some, expected[name])
             share = verdict.max_err / verdict.tolerance if verdict.max_err else 0.0
@@ -224,6 +224,29 @@ def apply_norm(T: int, draw: Inputs) -> Case:
 
 
 def boundary(T: int, draw: Inputs) -> Case:
+    """A block's write, and the gate of the read that follows."""
+    args = {
+        **_block_args(T, draw),
+        "norm_weight": draw.normal(MODEL.width, scale=0.2),
+        "inject_weight": draw.normal(MODEL.streams, MODEL.width, scale=0.02),
+        "eps": EPS,
+    }
+    outs = {
+        **_pair(T, draw),
+        "partials_out": draw.empty(T, reference.SPLITS, MODEL.streams, dtype=torch.float32),
+    }
+
+    def exact(rows: list[int], results: Results) -> dict[str, Exact]:
+        some = {name: args[name][rows] for name in ("block", "residual", "partials")}
+        fed = {name: results[f"hc_boundary.{name}"][rows] for name in ("combined", "normed")}
+        found = oracle.exact("hc_boundary", {**args, **some, **fed})
+        found["hc_boundary.partials.sum"] = Exact(found["hc_boundary.partials"].value.sum(1))
+        return found
+
+    return Case("hc_boundary", T, args, outs, _size(*args.values(), *outs.values()), exact)
+
+
+def gate_apply_norm(T: int, draw: Inputs) -> Case:
     """A block's write, from the normed row and the block's output to the next residual and its norm: the
     gate, then apply+norm. `partials` is what the gate hands on."""
     args = {
@@ -241,7 +264,7 @@ def boundary(T: int, draw: Inputs) -> Case:
         return _apply_norm_exact(rows, results, args, gates)
 
     return Case(
-        "hc_boundary",
+        "hc_gate_apply_norm",
         T,
         args,
         outs,
@@ -347,6 +370,7 @@ def _copy(to: Tensor, source: Tensor) -> None:
 CASES: dict[str, Callable[[int, Inputs], Case]] = {
     "hc_gate": gate,
     "hc_apply_norm": apply_norm,
+    "hc_gate_apply_norm": gate_apply_norm,
     "hc_boundary": boundary,
     "gdn_packed_decode": gdn,
     "grouped_gemma_rmsnorm": norm,
@@ -367,8 +391,8 @@ def make(op: str, rows: int, device: torch.device, *, shuffle: bool = False) -> 
 
 
 def result_names(op: str) -> tuple[str, ...]:
-    """Names of a piece's results; a boundary gives what its apply+norm gives."""
-    return oracle.RESULTS["hc_apply_norm" if op == "hc_boundary" else op]
+    """Names of a piece's results; the gate and apply+norm gives what its apply+norm gives."""
+    return oracle.RESULTS["hc_apply_norm" if op == "hc_gate_apply_norm" else op]
 
 
 def call_results(case: Case, returned: Any) -> Results:

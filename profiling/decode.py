@@ -19,6 +19,9 @@ from bindings import ModelConfig, ops
 from bindings.hyper import HCState, HyperConnection
 
 LAYERS = 48
+BOUNDARIES = ("separate", "fused")
+"""How a write prepares the next read: its norm alone, and the gate runs beside the block; or its gate too."""
+
 EXPERT_ROWS = 16
 """Rows of expert output for each token: what its slots name, and padding that no slot does."""
 
@@ -52,7 +55,7 @@ class DecodeChain:
 
     tokens: T, one row each. Every boundary has weights of its own, 13.1 MB for its mix: 1.3 GB at 48 layers,
     as a model has, so a step finds them outside the caches. The same seed gives the same values on one kind
-    of device.
+    of device. boundary: of BOUNDARIES; the results are the same bits.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class DecodeChain:
         seed: int = 0,
         gate_stream: str = "side",
         config: ModelConfig | None = None,
+        boundary: str = BOUNDARIES[0],
     ) -> None:
         self.config = s = config or ModelConfig()
+        self.boundary = boundary
         self.layers, self.tokens = layers, tokens
         self.device = device or torch.device("cpu")
         generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -130,12 +135,15 @@ class DecodeChain:
     def expected_calls(self) -> dict[str, int]:
         """Calls of each operator in one step."""
         writes, updates = 2 * self.layers, int(self.layers > 1)
+        # the write before the final mixer, which has no gate, and the one before the embedding prepare none
+        gates = writes - updates - 1 if self.boundary == "fused" else 0
         return {
             "grouped_gemma_rmsnorm": 1 + updates,
-            "hc_gate": writes,
+            "hc_gate": writes - gates,
             "hc_mix": writes + 1,
             "hc_apply": updates,
-            "hc_apply_norm": writes - updates,
+            "hc_apply_norm": writes - updates - gates,
+            "hc_boundary": gates,
             "gdn_packed_decode": len(self.gdn),
             "shared_gate": self.layers,
             "moe_finalize": self.layers,
@@ -152,7 +160,8 @@ class DecodeChain:
                 boundary = 2 * layer + half
                 reader = None if layer == 0 and half == 1 and self.layers > 1 else following[boundary]
                 x, state = self.connections[boundary].read(state)
-                state = self.connections[boundary].write(block(layer, x), state, next_norm=reader)
+                inject = reader.inject_weight if reader is not None and self.boundary == "fused" else None
+                state = self.connections[boundary].write(block(layer, x), state, reader, inject)
             if progress is not None:
                 progress(layer)
         return self.final.final_read(state)

@@ -1,7 +1,7 @@
 """`make demo`: one decode step of a TP4 rank with the model's shapes, checked against float64.
 
     python -m profiling.demo [--layers N] [--tokens T] [--seed S] [--device auto|cpu|cuda] [--backend B]
-    [--json FILE]
+    [--boundary separate|fused] [--json FILE]
 
 Runs the chain of `profiling.decode` on the GPU if there is one and on the CPU otherwise. Of every operator,
 calls spread over the step are judged on their actual inputs. On a GPU the step is captured as a CUDA graph,
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import bindings
-from bindings import files
+from bindings import compiler, emulated, files, link
 from bindings.dispatch import BACKENDS, ENVIRONMENT, selected
 from bindings.errors import BackendUnavailable
 from bindings.tolerance import Verdict
 from profiling import host
-from profiling.decode import LAYERS, DecodeChain
+from profiling.decode import BOUNDARIES, LAYERS, DecodeChain
 from profiling.graphs import count_by_kernel, kernel_names
 from profiling.observe import OPS, Call, spread, watch
 
@@ -184,6 +184,29 @@ def capture(chain: DecodeChain, eager: list[torch.Tensor], reports: dict[str, Op
     return Captured(seen.counts, kernels, replay_ms(graph), failures)
 
 
+def emulated_layers(options: argparse.Namespace) -> list[str]:
+    """Runs layers of a chain of their own through the kernels themselves, in the emulator, every call
+    checked as it runs and judged; what is wrong."""
+    name = emulated.target()
+    print(f"the kernels as compiled for {name}, in the emulator, each launch checked as it runs:")
+    chain = DecodeChain(options.emulate, options.tokens, seed=options.seed, boundary=options.boundary)
+    calls = {op: tuple(range(count)) for op, count in chain.expected_calls().items()}
+    with bindings.backend("emulator"):
+        with stage(f"{options.emulate} layer(s), compiled, translated and run"), watch(calls) as seen:
+            chain.step(progress=dot)
+        reports = explain(seen.calls, seen.counts)
+    for call in seen.calls:
+        reports[call.op].verdicts += call.verdicts()
+    print(f"\n{table({op: report for op, report in reports.items() if seen.counts[op]})}\n")
+    return [f"emulated {op}: out of tolerance" for op, report in reports.items() if not report.ok]
+
+
+def emulates(options: argparse.Namespace) -> bool:
+    """Whether a plain `make demo` shows the kernels too: without a GPU, where the compilers are there."""
+    plain = options.device == "cpu" and options.layers is None and options.backend is None
+    return plain and selected().backend == "auto" and compiler.available() and link.compiler() is not None
+
+
 def run(options: argparse.Namespace) -> int:
     """The demo itself; its exit code."""
     device = torch.device("cpu")
@@ -195,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"step: {options.layers} layers, {options.tokens} token(s), bf16, a TP4 rank, seed {options.seed}")
 
     with stage("weights, a set for each boundary"):
-        chain = DecodeChain(options.layers, options.tokens, device, options.seed)
+        chain = DecodeChain(options.layers, options.tokens, device, options.seed, boundary=options.boundary)
     expected = chain.expected_calls()
     if device.type == "cuda":
         print("kernels, compiled or loaded:")
@@ -215,6 +238,8 @@ def run(options: argparse.Namespace) -> int:
     print("error: of the result closest to its tolerance; rounding costs half a unit in the last place\n")
     failures = [f"{op}: out of tolerance" for op, report in reports.items() if not report.ok]
 
+    if options.emulate:
+        failures += emulated_layers(options)
     latency: dict[str, float | None] = {"eager_ms": eager_ms(chain), "graph_ms": None}
     captured = capture(chain, eager, reports) if device.type == "cuda" else None
     launches, kernels = seen.counts, None
@@ -225,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
     if dict(launches) != {op: count for op, count in expected.items() if count}:
         failures.append(f"launches: got {dict(launches)}, expected {expected}")
     what = "step (operator calls)" if captured is None else "captured step"
-    print(f"launches of one {what}: {', '.join(f'{launches[op]} {op}' for op in expected)}")
+    print(f"launches of one {what}: {', '.join(f'{launches[op]} {op}' for op in expected if expected[op])}")
     if kernels is not None:
         print(f"  in the graph, by kernel: {dict(kernels)}, {kernels.total()} in all")
     print("latency: " + ", ".join(f"{way[:-3]} {ms:.3f} ms" for way, ms in latency.items() if ms is not None))
@@ -237,6 +262,7 @@ def run(options: argparse.Namespace) -> int:
             "layers": options.layers,
             "tokens": options.tokens,
             "seed": options.seed,
+            "boundary": options.boundary,
             "launches": {op: launches[op] for op in expected},
             "graph_kernels": kernels,
             "ops": {op: report.to_json() for op, report in reports.items()},
@@ -266,12 +292,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)"
     )
     parser.add_argument("--backend", choices=BACKENDS, help="force one backend for every operator")
+    parser.add_argument(
+        "--boundary",
+        choices=BOUNDARIES,
+        default=BOUNDARIES[0],
+        help="separate: a write prepares the next norm (hc_apply_norm), and the gate runs beside the block; "
+        "fused: it prepares the next gate too (hc_boundary)",
+    )
+    parser.add_argument(
+        "--emulate",
+        type=int,
+        metavar="N",
+        help="layers to run through the emulated kernels as well (1 on a CPU if nothing else is asked for, "
+        "else 0)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was printed as JSON")
     options = parser.parse_args(arguments)
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
+    if options.emulate is None:
+        options.emulate = int(emulates(options))
+    if not 0 <= options.emulate <= MAX_LAYERS:
+        parser.error(f"--emulate: got {options.emulate}, allowed 0 to {MAX_LAYERS}")
     if options.layers is None:
         options.layers = LAYERS if options.device == "cuda" else LAYERS_ON_CPU
     if not 1 <= options.layers <= MAX_LAYERS:

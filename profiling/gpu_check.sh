@@ -8,14 +8,18 @@
 #   bench      profiling.bench with peers, against what is asked of the kernels
 #   sanitize   compute-sanitizer over the tests marked sanitizer: memcheck, racecheck, initcheck (or one of these by its name)
 #   demo       profiling.demo
-#   ncu        Nsight Compute: one warm launch of every operator
+#   step       profiling.decode_step: a whole decode step, against separate launches; some 70 GB of GPU memory
+#   collective profiling.collective: the fused finalize and all-reduce of one rank, over loopback
+#   ncu        profiling.ncu.run_all: Nsight Compute, one warm launch of every operator
 #
 # The summary comes last, on the terminal and as summary.md and summary.json. Exit code: 0 if every stage passed.
 #
 # RESULTS_DIR=DIR            logs and results (profiling/results/raw)
 # PYTHON=EXE                 the interpreter (.venv/bin/python if it exists, else python3)
-# TEST_ARGS, BENCH_ARGS, DEMO_ARGS, NCU_ARGS, SANITIZER_ARGS    added to a stage's arguments (TEST_ARGS: also to sanitize's)
-# LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_NCU   seconds a stage (a tool of sanitize) may take
+# TEST_ARGS, BENCH_ARGS, DEMO_ARGS, STEP_ARGS, COLLECTIVE_ARGS, NCU_ARGS, SANITIZER_ARGS   added to a stage's
+#                            arguments (TEST_ARGS: also to sanitize's)
+# LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_STEP, LIMIT_COLLECTIVE, LIMIT_NCU   seconds a stage (a tool of
+#                            sanitize) may take
 # COMPUTE_SANITIZER=EXE, NCU=EXE    the tools (what PATH or their usual folders hold)
 # FLASHNEXT_CACHE_DIR=DIR    compiled kernels (build/kernel-cache), so that only the first stage compiles
 set -uo pipefail
@@ -94,24 +98,24 @@ sanitize() {
     "$PYTHON" -m pytest -m "gpu and sanitizer" -q -p no:cacheprovider -o timeout=0 ${TEST_ARGS:-}
 }
 
+step() {
+  stage step "${LIMIT_STEP:-300}" "$PYTHON" -m profiling.decode_step --json "$RESULTS_DIR/decode_step.json" ${STEP_ARGS:-}
+}
+
+collective() {
+  stage collective "${LIMIT_COLLECTIVE:-120}" "$PYTHON" -m profiling.collective --json "$RESULTS_DIR/collective.json" \
+    ${COLLECTIVE_ARGS:-}
+}
+
 ncu() {
-  local profiler metrics
-  profiler=$(tool ncu ${NCU-"$(type -P ncu)" /opt/nvidia/nsight-compute/*/ncu}) ||
-    { failed=1; note ncu 127 0 0; return; }
-  metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum
-  metrics+=,launch__registers_per_thread,launch__grid_size,launch__block_size,launch__occupancy_limit_registers
-  metrics+=,launch__shared_mem_per_block_static,launch__shared_mem_per_block_dynamic
-  metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
-  # caches are flushed between passes; clocks are left as they are
-  stage ncu "${LIMIT_NCU:-180}" "$profiler" --profile-from-start off --clock-control none --cache-control all --replay-mode kernel \
-    --csv --page raw --metrics "$metrics" --log-file "$RESULTS_DIR/ncu.csv" "$PYTHON" -m profiling.once ${NCU_ARGS:-}
+  stage ncu "${LIMIT_NCU:-180}" "$PYTHON" -m profiling.ncu.run_all --out "$RESULTS_DIR/ncu" ${NCU_ARGS:-}
 }
 
 [ $# -gt 0 ] || set -- tests bench demo
 for name in "$@"; do
   case $name in
-    tests | bench | demo | ncu | sanitize | memcheck | racecheck | initcheck | synccheck) ;;
-    *) echo "$name: no such stage; tests, bench, demo, ncu, sanitize, memcheck, racecheck, initcheck, synccheck" >&2; exit 2 ;;
+    tests | bench | demo | step | collective | ncu | sanitize | memcheck | racecheck | initcheck | synccheck) ;;
+    *) echo "$name: no such stage; tests, bench, demo, step, collective, ncu, sanitize, memcheck, racecheck, initcheck, synccheck" >&2; exit 2 ;;
   esac
 done
 for name in "$@"; do

@@ -1,37 +1,54 @@
 """`python -m profiling.once`: every operator once, warm, between profiler start and stop, for `ncu
 --profile-from-start off`.
 
-    ncu --profile-from-start off --clock-control none ... python -m profiling.once [--ops A,B] [--rows N]
+    ncu --profile-from-start off --clock-control none ... \\
+        python -m profiling.once [--ops A,B] [--rows N] [--json FILE]
 
-Everything is compiled, loaded and called before; then each call is one profiler range. Exit code 2 without
-a GPU of a supported target.
+Everything is compiled, loaded and called before; then each call is one profiler range. FILE gets what was
+called: operator, rows, launches of a call, bytes of its contract. Exit code 2 without a GPU of a supported
+target.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 import bindings
 from bindings.targets import target_of
-from profiling import cases, ours
+from profiling import cases, collective, counters, ours, protocol
+
+OPS = (*counters.OPS, collective.OP)
+"""Every operator, the collective over loopback."""
+RANKS = 4
+
+
+def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
+    """The call of an operator, and the bytes of its contract."""
+    if op == collective.OP:
+        version = next(collective.versions_of(collective.make_case(rows, device), RANKS))
+        return version.make(), version.bytes
+    case = cases.make(op, rows, device)
+    return ours.graph_call(case), case.bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Makes the calls; the exit code."""
-    names = tuple(name for name in cases.CASES if name != "hc_boundary")
     parser = argparse.ArgumentParser(
         prog="python -m profiling.once", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--ops", default=",".join(names), help=f"of {', '.join(names)} (all)")
+    parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)} (all)")
     parser.add_argument("--rows", type=int, default=1, help="rows of every call (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was called")
     options = parser.parse_args(arguments)
     chosen = options.ops.split(",")
-    if unknown := [name for name in chosen if name not in names]:
-        parser.error(f"--ops: {', '.join(unknown)}: not among {', '.join(names)}")
+    if unknown := [name for name in chosen if name not in OPS]:
+        parser.error(f"--ops: {', '.join(unknown)}: not among {', '.join(OPS)}")
     if options.rows < 1:
         parser.error("--rows: at least 1")
     if not torch.cuda.is_available() or target_of(torch.device("cuda", torch.cuda.current_device())) is None:
@@ -39,12 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.inference_mode(), bindings.backend("cute"):
-        calls = [(name, ours.graph_call(cases.make(name, options.rows, device))) for name in chosen]
-        for _, call in calls:
+        calls = {name: piece(name, options.rows, device) for name in chosen}
+        if options.json:
+            called = []
+            for name, (call, least) in calls.items():
+                kernels = protocol.capture(call).kernels
+                launches = 1 if kernels is None else len(kernels)
+                called.append({"op": name, "rows": options.rows, "launches": launches, "bytes": least})
+            options.json.write_text(json.dumps(called) + "\n")
+        for call, _ in calls.values():
             call()
             call()
         torch.cuda.synchronize()
-        for name, call in calls:
+        for name, (call, _) in calls.items():
             torch.cuda.profiler.start()
             call()
             torch.cuda.synchronize()

@@ -20,7 +20,7 @@ def graph_call(case: Case) -> Call:
     """What is captured: the operator with its outputs given. A gdn call returns what the operator returns;
     its case's state is updated."""
     args, outs = case.args, case.outs
-    if case.op != "hc_boundary":
+    if case.op != "hc_gate_apply_norm":
         call = getattr(ops, case.op)
         return lambda: call(**args, **outs)
 
@@ -28,11 +28,24 @@ def graph_call(case: Case) -> Call:
     normed, weight, norm_weight, eps = (args[n] for n in ("normed", "inject_weight", "norm_weight", "eps"))
     block, residual = args["block"], args["residual"]
 
-    def boundary() -> Any:
+    def pair() -> Any:
         ops.hc_gate(normed, weight, out=partials)
         return ops.hc_apply_norm(block, residual, partials, norm_weight, eps, **outs)
 
-    return boundary
+    return pair
+
+
+def separate_call(case: Case) -> Call:
+    """The two launches whose work an hc_boundary does in one."""
+    args: dict[str, Any] = dict(case.args)
+    outs: dict[str, Any] = dict(case.outs)
+    weight, partials = args.pop("inject_weight"), outs.pop("partials_out")
+
+    def separate() -> Any:
+        combined, normed = ops.hc_apply_norm(**args, **outs)
+        return combined, normed, ops.hc_gate(normed, weight, out=partials)
+
+    return separate
 
 
 def tile_call(case: Case, tile: int) -> Call:
@@ -59,8 +72,8 @@ def compiled_call(case: Case) -> Call:
 
 def eager_calls(case: Case) -> dict[str, Call]:
     """The ways to call an operator eagerly, by name: bindings and torch.ops, allocating and with outputs
-    given. None for a boundary, which is two operators."""
-    if case.op == "hc_boundary":
+    given. None for the gate and apply+norm, which is two operators."""
+    if case.op == "hc_gate_apply_norm":
         return {}
     args, outs = tuple(case.args.values()), case.outs
     packet = getattr(torch.ops.flashnext, case.op)
@@ -74,8 +87,8 @@ def eager_calls(case: Case) -> dict[str, Call]:
 
 
 def served_by(case: Case) -> str:
-    """Which backend serves our call, in words; for a boundary, its apply+norm."""
-    if case.op == "hc_boundary":
+    """Which backend serves our call, in words; for the gate and apply+norm, the latter."""
+    if case.op == "hc_gate_apply_norm":
         args = {n: case.args[n] for n in ("block", "residual", "norm_weight", "eps")}
         plan = bindings.explain("hc_apply_norm", **args, partials=case.extra["partials"])
     else:

@@ -120,21 +120,7 @@ class CudaDevice:
     def capture(self, call: Call, count: int = 1) -> CudaGraph:
         """`count` calls in one graph. Two calls come first, outside: first calls compile, load and
         allocate."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        result = None
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                result = call()
-        kernels = _kernels(graph) if count == 1 else None
-        graph.instantiate()
-        return CudaGraph(graph, result, kernels)
+        return capture(call, count)
 
     def flush(self) -> None:
         self._flushed.zero_()
@@ -148,6 +134,25 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+
+def capture(call: Call, count: int = 1) -> CudaGraph:
+    """`count` calls in one graph of the current device, after two calls outside of it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    result = None
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            result = call()
+    kernels = _kernels(graph) if count == 1 else None
+    graph.instantiate()
+    return CudaGraph(graph, result, kernels)
 
 
 def _kernels(graph: torch.cuda.CUDAGraph) -> list[str] | None:

@@ -11,7 +11,6 @@ a log does not say that it passed.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 import sys
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from profiling import acceptance
+from profiling.ncu import parse
+from profiling.step.families import NAMES
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
@@ -35,17 +36,6 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+)")
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards?")
 _PATH = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
-
-NCU_COLUMNS = {
-    "gpu__time_duration.sum": "time",
-    "dram__bytes_read.sum": "DRAM read",
-    "dram__bytes_write.sum": "DRAM written",
-    "lts__t_bytes.sum": "L2",
-    "launch__registers_per_thread": "registers",
-    "launch__grid_size": "grid",
-    "launch__block_size": "block",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active",
-}
 
 
 @dataclass
@@ -126,34 +116,6 @@ def read_stages(folder: Path) -> list[Stage]:
     return stages
 
 
-def read_ncu(path: Path) -> list[dict[str, str]]:
-    """The kernels of a raw-page CSV of Nsight Compute: name, and the metrics of NCU_COLUMNS with their
-    units."""
-    rows = list(
-        csv.reader(line for line in path.read_text(errors="replace").splitlines() if line.startswith('"'))
-    )
-    if len(rows) < 3 or "Kernel Name" not in rows[0]:
-        return []
-    head, units, *kernels = rows
-    at = {name: head.index(name) for name in ("Kernel Name", *NCU_COLUMNS) if name in head}
-    found = []
-    for row in kernels:
-        if len(row) != len(head):
-            continue
-        values = {"kernel": short_kernel(row[at["Kernel Name"]])}
-        for metric, label in NCU_COLUMNS.items():
-            if metric in at:
-                values[label] = f"{row[at[metric]]} {units[at[metric]]}".strip()
-        found.append(values)
-    return found
-
-
-def short_kernel(name: str) -> str:
-    """The class that a compiled kernel was traced from, where its name tells; else the name, cut."""
-    match = re.search(r"([A-Z]\w*?)_object_at", name)
-    return re.sub(r"^.*kernels?", "", match[1]) if match else name[:60]
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
     """A result file, or None where there is none or it is not whole."""
     try:
@@ -170,6 +132,7 @@ def condense(bench: Mapping[str, Any]) -> dict[str, Any]:
         versions = [
             {
                 "name": v["name"],
+                "bytes": v["bytes"],
                 "error": v["error"] and scrub(v["error"]),
                 **{metric: _numbers(v[metric]) for metric in ("cold", "hot")},
             }
@@ -177,17 +140,21 @@ def condense(bench: Mapping[str, Any]) -> dict[str, Any]:
         ]
         runs.append(
             {
-                "op": run["op"],
-                "rows": run["rows"],
-                "served_by": run["served_by"],
+                **{key: run[key] for key in ("op", "rows", "ranks", "served_by") if key in run},
                 "error": run["error"] and scrub(run["error"].strip().splitlines()[-1]),
                 "noise": run["noise"],
                 "versions": versions,
-                "host": {name: _numbers(call) for name, call in run["host"].items()},
+                "host": {name: _numbers(call) for name, call in run.get("host", {}).items()},
             }
         )
     kept = ("date", "command", "host", "settings", "missing_peers", "acceptance")
-    return {**{key: bench[key] for key in kept}, "runs": runs}
+    return {"kind": "bench", **{key: bench[key] for key in kept if key in bench}, "runs": runs}
+
+
+def condense_step(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A decode step's result without its raw samples."""
+    arms = {name: {**arm, "cold": _numbers(arm["cold"])} for name, arm in step["arms"].items()}
+    return {**step, "arms": arms, "failures": [scrub(failure) for failure in step["failures"]]}
 
 
 def _numbers(timing: Mapping[str, Any] | None) -> dict[str, float] | None:
@@ -197,15 +164,19 @@ def _numbers(timing: Mapping[str, Any] | None) -> dict[str, float] | None:
 def summarise(folder: Path) -> dict[str, Any]:
     """All that LOGDIR holds, as data."""
     bench, demo = read_json(folder / "bench.json"), read_json(folder / "demo.json")
+    step, ncu = read_json(folder / "decode_step.json"), read_json(folder / "ncu" / "ncu.json")
+    collective, counters = read_json(folder / "collective.json"), read_json(folder / "counters.json")
     gpu = ((bench or {}).get("host") or {}).get("gpu") or ((demo or {}).get("host") or {}).get("gpu")
-    ncu = folder / "ncu.csv"
     kept = ("layers", "tokens", "launches", "graph_kernels", "ops", "latency", "failures")
     return {
         "gpu": gpu or "unknown GPU",
         "stages": [stage.to_json() | {"outcome": stage.outcome} for stage in read_stages(folder)],
         "bench": condense(bench) if bench else None,
         "demo": {key: demo[key] for key in kept if key in demo} if demo else None,
-        "ncu": read_ncu(ncu) if ncu.exists() else [],
+        "collective": {**condense(collective), "kind": "collective"} if collective else None,
+        "counters": counters,
+        "decode_step": condense_step(step) if step else None,
+        "ncu": ncu,
     }
 
 
@@ -233,17 +204,28 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += _bench_lines(bench)
     if demo:
         lines += _demo_lines(demo)
+    if summary["collective"]:
+        lines += _bench_lines(summary["collective"], "Collective, one rank over loopback")
+    if summary["decode_step"]:
+        lines += _step_lines(summary["decode_step"])
     if summary["ncu"]:
-        head = list(summary["ncu"][0])
-        lines += ["## Nsight Compute, one warm launch each", ""]
-        lines += _grid(head, ([row.get(column, "") for column in head] for row in summary["ncu"]))
+        kernels = [parse.Kernel(**kernel) for kernel in summary["ncu"]["kernels"]]
+        lines += [
+            "## Nsight Compute",
+            "",
+            f"{summary['ncu']['control']}.",
+            "",
+            "```",
+            parse.table(kernels),
+            "```",
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _bench_lines(bench: Mapping[str, Any]) -> list[str]:
+def _bench_lines(bench: Mapping[str, Any], title: str = "Benchmark") -> list[str]:
     settings = bench["settings"]
     lines = [
-        "## Benchmark",
+        f"## {title}",
         "",
         f"`{bench['command']}`: {settings['blocks']} blocks of {settings['samples']} samples, versions "
         f"interleaved, {settings['flush_bytes'] >> 20} MiB written before every cold sample.",
@@ -268,6 +250,33 @@ def _bench_lines(bench: Mapping[str, Any]) -> list[str]:
         for name, call in run["host"].items()
     ]
     return [*lines, *(_grid(("eager call", "rows", "form", "host us"), calls) if calls else [])]
+
+
+def _step_lines(step: Mapping[str, Any]) -> list[str]:
+    shape, ratio, launches = step["shape"], step["ratio"], step["launches"]
+    lines = [
+        f"## Decode step, {shape['layers']} layers, {shape['experts']} experts, context {shape['context']}",
+        "",
+        f"`{step['command']}`: fused is {ratio['median']:.3f} times as fast "
+        f"({ratio['p10']:.3f}-{ratio['p90']:.3f}), noise {step['noise']:.1%}. "
+        f"Launches {launches['got']}, expected {launches['expected']}.",
+        "",
+        *(f"- FAILED {failure}" for failure in step["failures"]),
+        "",
+    ]
+    arms = step["arms"]
+    cells = [(n, f"{a['cold']['median'] / 1e3:.3f}", a["kernels"] or "?") for n, a in arms.items()]
+    lines += _grid(("arm", "ms", "kernels"), cells)
+    traces = [arms[name]["trace"] for name in ("unfused", "fused")]
+    if all(traces):
+        tables = [{row["family"]: row for row in trace["families"]} for trace in traces]
+        rows = []
+        for family in NAMES:
+            found = [table.get(family) for table in tables]
+            if any(found):
+                rows.append((family, *(f"{r['us']:.0f} ({r['launches']})" if r else "" for r in found)))
+        lines += _grid(("us busy (launches)", "unfused", "fused"), rows)
+    return lines
 
 
 def _demo_lines(demo: Mapping[str, Any]) -> list[str]:

@@ -71,6 +71,17 @@ def peers() -> list[Peer]:
 
         return call
 
+    def boundary(case: Case) -> Prepared:
+        names = ("block", "residual", "partials", "norm_weight", "inject_weight", "eps")
+        block, residual, partials, norm_weight, weight, eps = (case.args[n] for n in names)
+
+        def call() -> Mapping[str, Tensor]:
+            combined, normed = hc_combine_apply_norm(block, residual, partials, norm_weight, eps)
+            gate = {"hc_boundary.partials.sum": hc_combine_gate(normed, weight)}
+            return {"hc_boundary.combined": combined, "hc_boundary.normed": normed, **gate}
+
+        return call
+
     def norm(case: Case) -> Prepared:
         x, weight, eps, size = (case.args[n] for n in ("x", "weight", "eps", "group_size"))
         out = case.outs["out"]
@@ -81,8 +92,9 @@ def peers() -> list[Peer]:
         Peer("sglang hc_combine_gate", "hc_gate", gate),
         Peer("sglang hc_combine_apply", "hc_apply", apply),
         Peer("sglang hc_combine_apply_norm", "hc_apply_norm", apply_norm, few),
-        Peer("sglang hc_combine_split + norm", "hc_boundary", unfused),
-        Peer("sglang gate + apply_norm", "hc_boundary", fused, few),
+        Peer("sglang hc_combine_split + norm", "hc_gate_apply_norm", unfused),
+        Peer("sglang gate + apply_norm", "hc_gate_apply_norm", fused, few),
+        Peer("sglang apply_norm + gate", "hc_boundary", boundary, few),
         Peer("sglang grouped norm", "grouped_gemma_rmsnorm", norm),
     ]
 

@@ -125,12 +125,24 @@ def test_other_work_is_not_judged() -> None:
 
 def test_what_is_asked() -> None:
     """The list, in its own words."""
-    asked = {(t.op, t.rows, t.metric, t.version): t.bound for t in acceptance.TARGETS if t.bound is not None}
+    judged = [t for t in acceptance.TARGETS if t.bound is not None]
+    mix = [(t.rows, t.metric, t.against, t.bound) for t in judged if t.op == "hc_mix"]
+    assert mix == [
+        (1, "cold", "sglang Triton hc_mix", 1.6),
+        (1, "hot", "sglang Triton hc_mix", 2.2),
+        (4, "cold", "sglang Triton hc_mix", 1.6),
+        (8, "cold", "sglang Triton hc_mix", 1.6),
+        (16, "cold", "sglang Triton hc_mix", 1.6),
+        (32, "cold", "torch eager", 1.6),
+        (32, "cold", acceptance.GEMMS, 1.0),
+    ]
+    asked = {(t.op, t.rows, t.metric, t.version): t.bound for t in judged if t.op != "hc_mix"}
     assert asked == {
         ("hc_gate", 1, "cold", OURS): 1.0,
         ("hc_apply_norm", 1, "cold", OURS): 1.05,
-        ("hc_boundary", 1, "cold", OURS): 1.2,
-        ("hc_boundary", 1, "hot", OURS): 1.2,
+        ("hc_gate_apply_norm", 1, "cold", OURS): 1.2,
+        ("hc_gate_apply_norm", 1, "hot", OURS): 1.2,
+        ("hc_boundary", 1, "cold", OURS): 1.3,
         ("gdn_packed_decode", 1, "cold", OURS): 1.05,
         ("gdn_packed_decode", 1, "hot", OURS): 1.05,
         ("grouped_gemma_rmsnorm", 1, "cold", OURS): 1.05,

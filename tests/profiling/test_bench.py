@@ -14,7 +14,7 @@ from torch import Tensor
 
 import bindings
 from profiling import acceptance, bench, cases, floors, ours, peers, protocol
-from profiling.bench import AGAIN, OURS
+from profiling.bench import AGAIN, OURS, SEPARATE
 from profiling.cases import Case, Check
 from profiling.peers import Peer, torch_eager
 from tests.profiling.fake import FakeDevice
@@ -111,7 +111,8 @@ def test_plan() -> None:
     assert [(op, rows) for op, rows in whole if op == "gdn_packed_decode"] == [
         ("gdn_packed_decode", rows) for rows in (1, 64, 256)
     ]
-    assert {rows for op, rows in whole if op != "gdn_packed_decode"} == {1}
+    assert [rows for op, rows in whole if op == "hc_mix"] == [1, 4, 8, 16, 32]
+    assert {rows for op, rows in whole if op not in ("gdn_packed_decode", "hc_mix")} == {1}
     assert bench.plan(bench.parse(["--ops", "hc_gate", "--rows", "1,4"])) == [("hc_gate", 1), ("hc_gate", 4)]
 
 
@@ -150,8 +151,53 @@ def test_record(told: FakeDevice, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert verdicts == {("cold", OURS): "MISSING", ("host", "ops"): "PASS", ("host", "ops, out="): "PASS"}
     said = capsys.readouterr().out
     assert "[1/1] hc_gate, 1 row(s)" in said
-    assert "A/A: cold 2.44%" in said
+    assert "noise floor, the same call captured twice: 2.44%" in said
+    assert "A/A noise floor: cold 2.44%" in said
     assert "MISSING (no cold times of sglang hc_combine_gate)" in said
+
+
+def test_ours_is_timed_against_itself_first(told: FakeDevice, tmp_path: Path) -> None:
+    """The floor is known before anything else is timed, and its raw samples are kept."""
+    _, record = run(told, tmp_path, "--ops", "hc_gate", "--no-host", "--peers")
+    again = record["runs"][0]["again"]["cold"]
+    assert {name: timing["samples"] for name, timing in again.items()} == {
+        OURS: [[4.0] * 3] * 2,
+        AGAIN: [[4.1] * 3] * 2,
+    }
+    timed = [graph for what, graph in told.log if what == "time"]
+    first = 2 * (2 * 3 + protocol.WARMUP_ROUNDS)
+    assert len({id(graph) for graph in timed[:first]}) == 2
+    assert len({id(graph) for graph in timed[first : 2 * first]}) == 4
+
+
+def test_the_floor_is_the_larger_of_both_runs(
+    told: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = 2 * 3 + protocol.WARMUP_ROUNDS
+    cost = told.cost
+
+    def quiet_later(call: Callable[[], Any], seen: int) -> float:
+        taken = cost(call, seen)
+        return 4.0 if taken == COLD[AGAIN] and seen >= first else taken
+
+    monkeypatch.setattr(told, "cost", quiet_later)
+    _, record = run(told, tmp_path, "--ops", "hc_gate", "--no-host")
+    assert record["runs"][0]["noise"]["cold"] == pytest.approx(1 - 4.0 / 4.1)
+
+
+@pytest.mark.parametrize(("other", "shown"), [(4.05, "~1.012"), (4.2, "1.050")])
+def test_nothing_is_claimed_under_the_noise(
+    told: FakeDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    other: float,
+    shown: str,
+) -> None:
+    monkeypatch.setitem(COLD, "torch eager", other)
+    run(told, tmp_path, "--ops", "hc_gate", "--no-host", "--peers")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("    torch eager"))
+    assert shown in line.split()
 
 
 def test_every_piece_of_work(told: FakeDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +238,20 @@ def test_tiles_and_copies(told: FakeDevice, tmp_path: Path, monkeypatch: pytest.
     assert all(v["error"] is None for v in versions.values())
 
 
-def test_boundary(told: FakeDevice, tmp_path: Path) -> None:
-    code, record = run(told, tmp_path, "--ops", "hc_boundary", "--peers")
+def test_gate_then_apply_norm(told: FakeDevice, tmp_path: Path) -> None:
+    code, record = run(told, tmp_path, "--ops", "hc_gate_apply_norm", "--peers")
     assert code == 0
     assert [v["name"] for v in record["runs"][0]["versions"]] == [OURS, AGAIN, "empty kernel", "torch eager"]
     assert record["runs"][0]["host"] == {}
+
+
+def test_boundary_stands_beside_its_two_launches(told: FakeDevice, tmp_path: Path) -> None:
+    code, record = run(told, tmp_path, "--ops", "hc_boundary", "--peers", "--no-host")
+    versions = [v["name"] for v in record["runs"][0]["versions"]]
+    assert versions == [OURS, AGAIN, SEPARATE, "empty kernel", "torch eager"]
+    assert all(v["error"] is None for v in record["runs"][0]["versions"])
+    assert [j["against"] for j in record["acceptance"]] == [SEPARATE]
+    assert code == 0
 
 
 def eager(change: Callable[[Tensor], Tensor], name: str = "another", **given: Any) -> Peer:
@@ -211,6 +266,14 @@ def eager(change: Callable[[Tensor], Tensor], name: str = "another", **given: An
 
 def found(*offered: Peer) -> Callable[[], peers.Found]:
     return lambda: peers.Found(offered, {})
+
+
+def test_peers_may_be_left_out(told: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = [eager(lambda x: x, name, allowance=4.0) for name in ("one, slow", "one, fast", "another")]
+    monkeypatch.setattr(peers, "discover", found(*offered))
+    left = ("--ops", "hc_gate", "--peers", "--no-host", "--without", "one,nothing")
+    versions = run(told, tmp_path, *left)[1]["runs"][0]["versions"]
+    assert [v["name"] for v in versions] == [OURS, AGAIN, "empty kernel", "another"]
 
 
 def test_a_wrong_peer_is_not_timed(told: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_unwritten_and_missing_results_fail(op: str) -> None:
     holed.view(-1)[-1] = float("nan")
     assert not case.check({**results, name: holed}).ok
     rest = {other: value for other, value in results.items() if other != name}
-    if name != "hc_apply_norm.combined":  # what its norm is judged by
+    if not name.endswith(".combined"):  # what its norm is judged by
         assert not case.check(rest).ok
     assert "no exact result" in case.check({**results, "other": results[name]}).detail
 
@@ -139,7 +139,7 @@ def test_a_state_keeps_its_magnitude() -> None:
     assert 0.01 < case.args["state"][case.args["state_indices"].long()].std() / before < 100
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "hc_boundary"])
+@pytest.mark.parametrize("op", [op for op in OPS if op != "hc_gate_apply_norm"])
 def test_eager_calls_agree(op: str) -> None:
     """Every form of the eager call computes the same."""
     case = cases.make(op, 2, CPU)

@@ -74,3 +74,10 @@ def test_kinds(params: dict[str, object]) -> None:
 
     with pytest.raises(ValueError, match="kind, words"):
         floor_kernels.build("sm_90a", **params)  # type: ignore[arg-type]
+
+
+def test_products_are_the_two_gemms_of_a_mix() -> None:
+    x, down, up = (torch.randn(shape) for shape in ((2, 32), (8, 32), (32, 8)))
+    first, second = floors.products(x, down, up)()
+    torch.testing.assert_close(first, x @ down.t())
+    torch.testing.assert_close(second, x[:, :8] @ up.t())

@@ -46,4 +46,4 @@ def test_once_without_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert once.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        once.main(["--ops", "hc_boundary"])
+        once.main(["--ops", "hc_gate_apply_norm"])

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from bindings import reference
 from profiling import cases, peers
-from profiling.peers import sglang_gdn, sglang_hc, sglang_mix, torch_eager
+from profiling.peers import (
+    flashinfer_gdn,
+    sglang_gdn,
+    sglang_hc,
+    sglang_mix,
+    torch_collectives,
+    torch_compiled,
+    torch_eager,
+)
 
 CPU = torch.device("cpu")
 EAGER = {peer.op: peer for peer in torch_eager.peers()}
@@ -34,18 +42,29 @@ def modules(monkeypatch: pytest.MonkeyPatch, path: str, **functions: Any) -> Non
 
 def test_plugins_are_the_modules_of_the_package() -> None:
     assert [name.rsplit(".", 1)[1] for name in peers.plugins()] == [
+        "flashinfer_gdn",
         "sglang_gdn",
         "sglang_hc",
         "sglang_mix",
+        "torch_collectives",
+        "torch_compiled",
         "torch_eager",
     ]
 
 
 def test_absent_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
+    for package in ("sglang", "flashinfer", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)
     found = peers.discover()
-    assert set(found.missing) == {module.PACKAGE for module in (sglang_hc, sglang_gdn, sglang_mix)}
-    assert all("sglang" in reason for reason in found.missing.values())
+    absent = {
+        "sglang": (sglang_hc, sglang_gdn, sglang_mix),
+        "flashinfer": (flashinfer_gdn,),
+        "triton": (torch_compiled,),
+        "torchrun": (torch_collectives,),
+    }
+    assert set(found.missing) == {module.PACKAGE for modules in absent.values() for module in modules}
+    for name, named in absent.items():
+        assert all(name in found.missing[module.PACKAGE] for module in named)
     assert {peer.name for peer in found.peers} == {"torch eager"}
     assert [peer.op for peer in found.of("hc_mix")] == ["hc_mix"]
 
@@ -256,3 +275,132 @@ def test_sglang_gdn_is_judged_by_its_own_beta() -> None:
     call = peer.prepare(case)
     case.poison(call())
     assert not case.check(call()).ok
+
+
+@pytest.mark.parametrize("op", list(cases.CASES))
+def test_torch_compiled_computes_the_contract(op: str) -> None:
+    """Traced whole, and run by the tracer's own backend: a compiler for the CPU need not be here."""
+    case = cases.make(op, 2, CPU)
+    peer = next(peer for peer in torch_compiled.peers(backend="eager") if peer.op == op)
+    call = peer.prepare(case)
+    case.poison(call())
+    check = case.check(call(), peer.allowance)
+    assert check.ok, check.detail
+    assert peer.name == "torch.compile"
+
+
+def test_flashinfer_gdn(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[dict[str, Any]] = []
+
+    def gated_delta_rule_decode_pretranspose(**given: Any) -> tuple[Tensor, Tensor]:
+        called.append(given)
+        pool, index = given["initial_state"], given["initial_state_indices"].long()
+        q, k, v, a, b = (given[name].squeeze(1) for name in ("q", "k", "v", "a", "b"))
+        decay = reference.gdn_decay(a, given["A_log"], given["dt_bias"])
+        q, k, v = q.float(), k.float(), v.float()
+        out, new = reference.gdn_step(q, k, v, decay, torch.sigmoid(b.float()), pool[index], given["scale"])
+        given["output"].copy_(out.unsqueeze(1))
+        pool[index] = new
+        return given["output"], pool
+
+    modules(
+        monkeypatch,
+        "flashinfer.gdn_decode",
+        gated_delta_rule_decode_pretranspose=gated_delta_rule_decode_pretranspose,
+    )
+    case = cases.make("gdn_packed_decode", 3, CPU)
+    (peer,) = flashinfer_gdn.peers()
+    assert peer.refuses(case) is None
+    call = peer.prepare(case)
+    case.poison(call())
+    check = case.check(call(), peer.allowance)
+    assert check.ok, check.detail
+    given = called[-1]
+    assert given["state"] is None
+    assert given["use_qk_l2norm"] is True
+    assert [tuple(given[n].shape) for n in ("q", "k", "v")] == [
+        (3, 1, 4, 128),
+        (3, 1, 4, 128),
+        (3, 1, 12, 128),
+    ]
+    assert tuple(given["a"].shape) == (3, 1, 12)
+
+
+def test_flashinfer_refuses_other_heads() -> None:
+    case = cases.make("gdn_packed_decode", 1, CPU)
+    case.args["state"] = case.args["state"][..., :64]
+    assert flashinfer_gdn.refuses(case) == "takes a head dimension of 128, not 64"
+    case.args["state"] = torch.zeros(1, 12, 128, 128, dtype=torch.float16)
+    assert flashinfer_gdn.refuses(case) == "takes no torch.float16 state"
+
+
+class TestCollectives:
+    """The mapping of torch's all-reduces, in a world whose other rank holds the same row."""
+
+    @pytest.fixture
+    def case(self) -> cases.Case:
+        x = torch.randn(2, 2560, generator=torch.Generator().manual_seed(3)).bfloat16()
+        return cases.Case("all_reduce", 2, {"x": x}, {}, 0, lambda rows, results: {})
+
+    @pytest.fixture
+    def world(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        used: list[str] = []
+        group = types.SimpleNamespace(group_name="0")
+        distributed = torch_collectives.distributed
+
+        def all_reduce(tensor: Tensor) -> None:
+            used.append("nccl")
+            tensor.mul_(2)
+
+        def kernel(name: str) -> Callable[[Tensor, str, str], Tensor]:
+            def reduce(tensor: Tensor, op: str, group_name: str) -> Tensor:
+                assert (op, group_name) == ("sum", "0")
+                used.append(name)
+                return tensor.mul_(2) if name.endswith("_") else tensor * 2
+
+            return reduce
+
+        monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(distributed, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(distributed, "group", types.SimpleNamespace(WORLD=group))
+        monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+        names = ("one_shot_all_reduce", "two_shot_all_reduce_")
+        monkeypatch.setattr(torch.ops, "symm_mem", types.SimpleNamespace(**{n: kernel(n) for n in names}))
+        memory = types.ModuleType("torch.distributed._symmetric_memory")
+        memory.empty = torch.empty  # type: ignore[attr-defined]
+        memory.rendezvous = lambda tensor, name: used.append(f"rendezvous {name}")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", memory)
+        monkeypatch.setattr(distributed, "_symmetric_memory", memory, raising=False)
+        return used
+
+    def test_each_adds_up_the_row(self, case: cases.Case, world: list[str]) -> None:
+        x = case.args["x"].clone()
+        for peer in torch_collectives.peers():
+            call = peer.prepare(case)
+            for _ in range(2):  # as replays do: each starts from the row again
+                assert torch.equal(call()["all_reduce"], 2 * x)
+            assert torch.equal(case.args["x"], x), "the row itself stays"
+        assert set(world) == {"nccl", "rendezvous 0", "one_shot_all_reduce", "two_shot_all_reduce_"}
+
+    @pytest.mark.usefixtures("world")
+    def test_one_shot_is_for_small_rows(self, case: cases.Case) -> None:
+        assert torch_collectives.small(case) is None
+        case.args["x"] = torch.zeros(256, 2560, dtype=torch.bfloat16)
+        assert torch_collectives.small(case) == "takes at most 524288 bytes"
+
+    @pytest.mark.usefixtures("world")
+    @pytest.mark.parametrize(
+        ("name", "value", "reason"),
+        [
+            ("is_initialized", False, "torchrun"),
+            ("get_world_size", 1, "one rank"),
+            ("get_backend", "gloo", "backend is gloo"),
+        ],
+    )
+    def test_refuses_without_ranks(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
+    ) -> None:
+        monkeypatch.setattr(torch_collectives.distributed, name, lambda: value)
+        with pytest.raises(RuntimeError, match=reason):
+            torch_collectives.peers()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from profiling import summarise
-from profiling.summarise import Stage, findings, pytest_counts, read_ncu, read_stages, scrub
+from profiling.ncu import parse
+from profiling.summarise import Stage, findings, pytest_counts, read_stages, scrub
 
 PYTEST = """
 tests/ops/test_contract.py ........................................ [ 40%]
@@ -30,13 +31,15 @@ RACECHECK = """========= COMPUTE-SANITIZER
 ========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)
 """
 
-NCU = """==PROF== Connected to process 7 (/opt/venv/bin/python3)
-==PROF== Profiling "kernel_cutlass_kernel_cute_kernelshypergateHcGate_object_at__tensor" - 0: 0%....100%
-profiled hc_gate, 1 row(s)
-"ID","Host Name","Kernel Name","Stream","dram__bytes_read.sum","gpu__time_duration.sum",{}
-"","","","","Kbyte","us","register/thread"
-"0","127.0.0.1","kernel_cutlass_kernel_cute_kernelshypergateHcGate_object_at__tensor","7","102.40","2.91","40"
-"""
+STEP = {
+    "kind": "decode_step",
+    "command": "python -m profiling.decode_step",
+    "shape": {"layers": 48, "experts": 512, "context": 8192},
+    "ratio": {"median": 1.2, "p10": 1.19, "p90": 1.21},
+    "noise": 0.002,
+    "launches": {"expected": {"tail": 48}, "got": {"tail": 48}},
+    "failures": ["ratio: /root/x: 1.1"],
+}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,17 @@ def logs(tmp_path: Path) -> Path:
     )
     (folder / "tests.log").write_text(PYTEST.format("==== 1 failed, 9 passed in 3.0s ===="))
     (folder / "memcheck.log").write_text(MEMCHECK.format(0))
-    (folder / "ncu.csv").write_text(NCU.format('"launch__registers_per_thread"'))
+    (folder / "ncu").mkdir()
+    data = Path(__file__).with_name("data")
+    kernels = [kernel.to_json() for kernel in parse.read(data / "gdn.csv", data / "gdn.json")]
+    ncu = {"kind": "ncu", "control": "one warm launch each", "kernels": kernels}
+    (folder / "ncu" / "ncu.json").write_text(json.dumps(ncu))
+    families = [{"family": "HC mix", "launches": 97, "us": 900.0, "alone_us": 900.0}]
+    arms = {
+        name: {"cold": timing(us), "kernels": 1241, "trace": {"families": families}}
+        for name, us in (("fused", 2000.0), ("unfused", 2400.0))
+    }
+    (folder / "decode_step.json").write_text(json.dumps({**STEP, "arms": arms}))
     line = {
         "op": "hc_gate",
         "rows": 1,
@@ -165,6 +178,13 @@ def logs(tmp_path: Path) -> Path:
         "runs": [run],
     }
     (folder / "bench.json").write_text(json.dumps(bench))
+    fused = {key: run[key] for key in ("rows", "error", "noise", "versions")} | {
+        "op": "all_reduce",
+        "ranks": 4,
+    }
+    reduced = {key: bench[key] for key in ("date", "command", "host", "settings")}
+    collective = {**reduced, "kind": "collective", "runs": [fused], "acceptance": []}
+    (folder / "collective.json").write_text(json.dumps(collective))
     op = {"backend": "cute", "target": "sm_90a", "max_err": 1e-3, "tolerance": 2e-3, "ok": True}
     demo = {
         "host": {"gpu": "NVIDIA H200", "system": "Linux-some-machine"},
@@ -193,15 +213,25 @@ def test_page(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "| hc_gate | 1 | ops | 9.50 |",
         "Latency: eager_ms 9.500. Launches: {'hc_apply_norm': 95}.",
         "| hc_mix | cute | sm_90a | not finite | 2.00e-03 | FAILED |",
-        "| HcGate | 2.91 us | 102.40 Kbyte | 40 register/thread |",
+        "## Collective, one rank over loopback",
+        "| all_reduce, 1 row | ours | 4.10 (4.00-4.20) | 1.10 |",
+        "## Decode step, 48 layers, 512 experts, context 8192",
+        "| fused | 2.000 | 1241 |",
+        "| HC mix | 900 (97) | 900 (97) |",
+        "- FAILED ratio: x: 1.1",
+        "one warm launch each.",
     ):
         assert line in text.splitlines()
     assert "1.073" in text
+    assert "GdnPackedDecode" in text
     for secret in ("/root", "127.0.0.1", "some-machine", str(tmp_path)):
         assert secret not in text
         assert secret not in data.read_text()
     summary = json.loads(data.read_text())
     assert "samples" not in summary["bench"]["runs"][0]["versions"][0]["cold"]
+    assert summary["collective"]["kind"] == "collective"
+    assert summary["collective"]["runs"][0]["ranks"] == 4
+    assert summary["decode_step"]["arms"]["fused"]["cold"] == {"median": 2000.0, "p10": 1999.9, "p90": 2000.1}
     assert [stage["ok"] for stage in summary["stages"]] == [False, True, True, True]
 
 
@@ -218,13 +248,10 @@ def test_half_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "| bench | FAILED | stopped at its limit of 420 s | 420 |" in capsys.readouterr().out
 
 
+def test_an_empty_folder(tmp_path: Path) -> None:
+    assert read_stages(tmp_path) == []
+
+
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         summarise.main([str(tmp_path / "none")])
-
-
-def test_ncu_without_permission(tmp_path: Path) -> None:
-    path = tmp_path / "ncu.csv"
-    path.write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-    assert read_ncu(path) == []
-    assert read_stages(tmp_path) == []

@@ -1,0 +1,1 @@
+"""What `profiling.report` is made of: result files (data.py), pictures (figures.py), the page (page.py)."""
