@@ -3,7 +3,8 @@
 #   make demo [ARGS="--layers 8 --json demo.json"]
 #   make test [ARGS="-k hyper"]
 #   make lint     ruff, mypy
-#   make check    every kernel compiled for every target
+#   make check    every kernel compiled for every target; its resources as committed
+#   make resources    commits to what the kernels use now: profiling/resources.json
 #   make env      the environment alone
 #   make clean    removes .venv, build and caches
 #   make help     this text
@@ -19,6 +20,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TARGETS := sm_90a,sm_100a,sm_103a
 PRECOMPILED := build/precompiled
+REPORTS := build/resources.json
 
 # A driver is all that is asked for: no compiler, no toolkit.
 GPU := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2>/dev/null)
@@ -70,7 +72,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: demo test lint check env clean help packages
+.PHONY: demo test lint check resources env clean help packages
 .DELETE_ON_ERROR:
 
 help:
@@ -95,7 +97,12 @@ lint: $(ENV)
 
 check: $(READY)
 	@echo "== every kernel for $(TARGETS)"
-	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --sample --check
+	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --sample --check --json $(REPORTS)
+	@$(PY) -m profiling.resources $(REPORTS)
+
+resources: $(READY)
+	@$(PY) -m bindings.precompile --targets $(TARGETS) --out $(PRECOMPILED) --sample --json $(REPORTS)
+	@$(PY) -m profiling.resources $(REPORTS) --update
 
 env: $(ENV)
 

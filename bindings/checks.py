@@ -162,11 +162,9 @@ class Checker:
         if not self.given:
             return
         if self.given[name] is None:
-            self.fail(
-                name,
-                "None",
-                f"a torch.Tensor, since {', '.join(n for n in self.given if n != name)} is given",
-            )
+            given = [n for n, out in self.given.items() if out is not None]
+            verb = "is" if len(given) == 1 else "are"
+            self.fail(name, "None", f"a torch.Tensor, since {', '.join(given)} {verb} given")
         self.tensor(name, self.given[name], shape, (dtype,))
 
     def real(self, name: str, value: Any, at_least: float | None = None) -> float:

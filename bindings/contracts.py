@@ -99,6 +99,36 @@ def hc_apply_norm(
 
 
 @contract(
+    outs=("combined_out", "normed_out", "partials_out"),
+    axes=_ACT_AXES,
+    sample=lambda m, T: {
+        "block": ((T, m.hidden), m.dtype),
+        "residual": ((T, m.width), m.dtype),
+        "partials": ((T, SPLITS, m.streams), float32),
+        "norm_weight": ((m.width,), m.dtype),
+        "inject_weight": ((m.streams, m.width), m.dtype),
+    },
+)
+def hc_boundary(
+    c: Checker,
+    block: Tensor,
+    residual: Tensor,
+    partials: Tensor,
+    norm_weight: Tensor,
+    inject_weight: Tensor,
+    eps: float = 1e-6,
+) -> None:
+    T, W = _apply(c, block, residual, partials)
+    c.require(W % 64 == 0, "residual", f"shape ({T}, {W})", "(T, C*H) with C*H a multiple of 64")
+    c.tensor("norm_weight", norm_weight, ("W",), (residual.dtype,))
+    C, _ = c.tensor("inject_weight", inject_weight, ("C", "W"), (residual.dtype,))
+    c.kernel_scalars = (c.real("eps", eps, at_least=0.0),)
+    c.output("combined_out", (T, W), residual.dtype)
+    c.output("normed_out", (T, W), residual.dtype)
+    c.output("partials_out", (T, SPLITS, C), float32)
+
+
+@contract(
     outs=("out",),
     axes=_ACT_AXES,
     sample=lambda m, T: {

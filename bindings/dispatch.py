@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bindings import emulated, targets
 from bindings import kernels as kernels  # fills the registry
-from bindings import targets
 from bindings.checks import Output
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
 from bindings.plans import Plan, PlanCache, data_ptr
 from bindings.registry import IMPLEMENTATIONS, OPS, Arguments, Call, Implementation, Kernel, Op
 from cute_kernels.gdn.config import VALUE_TILES
 
-BACKENDS = ("auto", "cute", "reference")
+BACKENDS = ("auto", "cute", "emulator", "reference")
 
 ENVIRONMENT = "FLASHNEXT_BACKEND"
 
@@ -63,8 +63,8 @@ def selected() -> Selection:
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Within the context, and this thread or task only, calls use backend `name`: "auto", "cute" or
-    "reference".
+    """Within the context, and this thread or task only, calls use backend `name`: "auto", "cute",
+    "emulator" or "reference".
 
     A backend that cannot serve a call is an error of that call (BackendUnavailable), never a fallback.
     """
@@ -143,17 +143,20 @@ def resolve(call: Call, selection: Selection, device: torch.device | None = None
     if wanted == "reference":
         return Resolution("reference", None, None, {}, (), f"asked for by {selection.origin}")
     device = device or call.device
-    target = targets.target_of(device)
+    target = emulated.target() if wanted == "emulator" else targets.target_of(device)
     verdicts: list[Verdict] = []
     for implementation in IMPLEMENTATIONS.get(call.op.name, ()):
         own = _judge(implementation, call, target, device)
+        if wanted == "emulator":
+            own += _judge_emulated(implementation, device)
         verdicts += own
         if target is not None and all(v.ok for v in own):
             params = implementation.specialise(call, target)
             overrides = {name: value for op, name, value in selection.overrides if op == call.op.name}
             params.update((name, value) for name, value in overrides.items() if name in params)
             origin = "auto: every guard holds" if wanted == "auto" else f"asked for by {selection.origin}"
-            return Resolution("cute", implementation, target, params, tuple(verdicts), origin)
+            served = "emulator" if wanted == "emulator" else "cute"
+            return Resolution(served, implementation, target, params, tuple(verdicts), origin)
     failed = next((v for v in verdicts if not v.ok), None)
     why = f"no implementation is registered for {call.op.name}" if failed is None else str(failed)
     if wanted == "auto":
@@ -170,6 +173,15 @@ def _judge(
     verdicts = [Verdict(name, f"target is one of {', '.join(targets.TARGETS)}", target is not None, got)]
     verdicts += [Verdict(name, g.description, g.holds(call), str(g.got(call))) for g in implementation.guards]
     return verdicts
+
+
+def _judge_emulated(implementation: Implementation, device: torch.device) -> list[Verdict]:
+    """What the emulator asks besides: a kernel to run, and memory that it can reach."""
+    kernel = isinstance(implementation, Kernel)
+    return [
+        Verdict(implementation.name, "is a kernel", kernel, type(implementation).__name__.lower()),
+        Verdict(implementation.name, "tensors are on the CPU", device.type == "cpu", device.type),
+    ]
 
 
 def _device_name(device: torch.device) -> str:
@@ -223,6 +235,9 @@ def launcher(op: Op, resolution: Resolution, device: torch.device) -> Callable[.
             "CUDA-graph capture, where it can be neither compiled nor loaded: before the capture, call "
             "bindings.warmup(bindings.WarmupConfig(...)) with these shapes and dtypes, or the operator itself"
         )
+    if resolution.backend == "emulator":
+        assert isinstance(implementation, Kernel)
+        return emulated.launcher(op, implementation, target, resolution.params)
     return implementation.load(target, resolution.params)
 
 
@@ -323,7 +338,7 @@ def _runner(call: Call, resolution: Resolution, absent: int, out: bool) -> Calla
     if out:
         return launch
     templates = tuple(_template(output, call.device) for output in call.outputs)
-    return _one_output(launch, *templates) if len(templates) == 1 else _two_outputs(launch, *templates)
+    return _OUTPUTS[len(templates)](launch, *templates)
 
 
 def _takes_gradients() -> bool:
@@ -374,6 +389,23 @@ def _two_outputs(
         return a, b
 
     return run
+
+
+def _three_outputs(
+    launch: Callable[..., Any], first: Tensor, second: Tensor, third: Tensor
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    empty_like = torch.empty_like
+
+    def run(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b, c = empty_like(first), empty_like(second), empty_like(third)
+        launch(*inputs, a, b, c)
+        return a, b, c
+
+    return run
+
+
+# written out for each number of outputs: an eager call would pay for a loop
+_OUTPUTS: Mapping[int, Callable[..., Any]] = {1: _one_output, 2: _two_outputs, 3: _three_outputs}
 
 
 def _template(output: Output, device: torch.device) -> Tensor:

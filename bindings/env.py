@@ -24,6 +24,7 @@ PACKAGES = (
     "cuda-bindings",
     "nvidia-ml-py",
     "nvidia-cuda-nvdisasm",
+    "nvshmem4py-cu13",
     "triton",
     "numpy",
 )

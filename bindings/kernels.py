@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from bindings import contracts as contracts  # declares the operators that implementations are registered for
-from bindings import gemm_mix, targets
+from bindings import gemm_mix, mix, targets, two_launch_boundary
 from bindings.registry import (
+    DTYPE_NAMES,
     IMPLEMENTATIONS,
     Call,
     Composite,
@@ -22,11 +23,14 @@ from bindings.registry import (
     ModelConfig,
     register,
 )
+from collectives.launch import Form
+from collectives.launch import variants as collective_variants
 from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
 
 MAX_STREAMS = 8
 MAX_SPAN = 16384  # elements that one CTA holds in registers
 MAX_ROW = 65536  # elements of a row that several CTAs share
+BOUNDARY_SPAN, BOUNDARY_ROW = 4096, 16384  # one vector a thread, of the stream and of a gate's split
 MAX_TOP_K = 32
 HEAD_DIMS = (64, 128)
 MAX_GRID = 2**31 - 1
@@ -106,6 +110,39 @@ TABLE: tuple[Implementation, ...] = (
         vectors=("block", "residual", "norm_weight", "combined_out", "normed_out"),
         guards=(activations("block"), multiple("H", 8), at_most("H", MAX_SPAN), at_most("C", MAX_STREAMS)),
     ),
+    Kernel(
+        op="hc_boundary",
+        module="cute_kernels.hyper.boundary",
+        params=lambda c: {"dtype": c.dtype("block"), "hidden": c["H"], "streams": c["C"]},
+        vectors=("block", "residual", "norm_weight", "inject_weight", "combined_out", "normed_out"),
+        guards=(
+            activations("block"),
+            multiple("H", 8),
+            Guard("C divides 8", lambda c: 8 % c["C"] == 0, lambda c: c["C"]),
+            at_most("H", BOUNDARY_SPAN),
+            at_most("W", BOUNDARY_ROW),
+        ),
+    ),
+    Composite(
+        op="hc_boundary",
+        path="apply_norm, then gate",
+        run=two_launch_boundary.hc_boundary,
+        guards=(
+            activations("block"),
+            multiple("H", 8),
+            multiple("W", 64),
+            at_most("H", MAX_SPAN),
+            at_most("W", MAX_ROW),
+            at_most("C", MAX_STREAMS),
+        ),
+    ),
+    mix.MixKernel(
+        op="hc_mix",
+        module="cute_kernels.hyper.mix",
+        params=mix.params,
+        vectors=(),
+        guards=(activations("normed"), *mix.GUARDS),
+    ),
     Composite(op="hc_mix", path="gemm", run=gemm_mix.hc_mix, guards=(activations("normed"),)),
     Kernel(
         op="shared_gate",
@@ -176,11 +213,15 @@ def precompile_configs(
     """(operator, device module, constexpr parameters) of all that an ahead-of-time build for `target` holds.
 
     A model's shapes (by default the default model's) in every dtype combination of the contract, with every
-    tuning value, and the 16-byte variants that a target with wider vectors falls back to. sample: the last
-    two for the model's own dtypes alone, which is every kernel but not every combination."""
+    tuning value, and the 16-byte variants that a target with wider vectors falls back to; and the kernels of
+    the collectives for every number of ranks. sample: the last two for the model's own dtypes alone, which is
+    every kernel but not every combination."""
     if target not in targets.TARGETS:
         raise ValueError(f"target: got {target!r}, allowed {', '.join(targets.TARGETS)}")
     for op, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
             for params in implementation.variants(target, model, sample=sample):
                 yield op, implementation.name, params
+    model = model or ModelConfig()
+    own = Form(DTYPE_NAMES[model.expert_weight_dtype], model.shared)
+    yield from collective_variants(target, model.hidden, model.top_k, own, sample=sample)

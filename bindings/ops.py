@@ -11,11 +11,12 @@ Raises InvalidArgument (before anything is allocated, launched or written), Back
 backend cannot serve the call, WarmupRequired inside a graph capture that a first call would break.
 `bindings.explain` tells what serves a call.
 
-`weight`, `norm_weight`, `inject_weight`, `A_log` and `dt_bias` are read before a kernel waits for its
-predecessor (programmatic dependent launch, PDL): a parameter may not be written by the kernel directly before
-the operator that reads it, nor by one that only operators of this package separate from it. Any ordinary
-kernel in between, an event wait or a synchronisation makes it safe. All other inputs may come from the kernel
-directly before. A foreign kernel that uses PDL but skips its own wait breaks the chain for these kernels too.
+`weight`, `norm_weight`, `inject_weight`, `w_down`, `w_up`, `A_log` and `dt_bias` are read before a kernel
+waits for its predecessor (programmatic dependent launch, PDL): a parameter may not be written by the kernel
+directly before the operator that reads it, nor by one that only operators of this package separate from it.
+Any ordinary kernel in between, an event wait or a synchronisation makes it safe. All other inputs may come
+from the kernel directly before. A foreign kernel that uses PDL but skips its own wait breaks the chain for
+these kernels too.
 
 The same operators are `torch.ops.flashnext.<name>` and `.out`, which torch.compile and other tracers see.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "grouped_gemma_rmsnorm",
     "hc_apply",
     "hc_apply_norm",
+    "hc_boundary",
     "hc_gate",
     "hc_mix",
     "moe_finalize",
@@ -47,6 +49,7 @@ _norm, _norm_out = caller("grouped_gemma_rmsnorm"), caller("grouped_gemma_rmsnor
 _gate, _gate_out = caller("hc_gate"), caller("hc_gate", out=True)
 _apply, _apply_out = caller("hc_apply"), caller("hc_apply", out=True)
 _apply_norm, _apply_norm_out = caller("hc_apply_norm"), caller("hc_apply_norm", out=True)
+_boundary, _boundary_out = caller("hc_boundary"), caller("hc_boundary", out=True)
 _mix, _mix_out = caller("hc_mix"), caller("hc_mix", out=True)
 _shared, _shared_out = caller("shared_gate"), caller("shared_gate", out=True)
 _finalize = tuple(caller("moe_finalize", absent=n) for n in range(3))
@@ -144,6 +147,41 @@ def hc_apply_norm(
     return combined_out, normed_out  # type: ignore[return-value]  # None was refused
 
 
+def hc_boundary(
+    block: Tensor,
+    residual: Tensor,
+    partials: Tensor,
+    norm_weight: Tensor,
+    inject_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    combined_out: Tensor | None = None,
+    normed_out: Tensor | None = None,
+    partials_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hc_apply_norm`, and the next boundary's `hc_gate` of its normed result: (combined, normed, the next
+    partials), bit for bit.
+
+    block: [T, H], residual: [T, C*H] with C*H a multiple of 64, partials: [T, 8, C] fp32, norm_weight:
+    [C*H], inject_weight: [C, C*H], both of the connection that reads next; eps: finite, not negative. The
+    results are [T, C*H], [T, C*H] and [T, 8, C] fp32. Outputs are given all or none.
+    """
+    inputs = (block, residual, partials, norm_weight, inject_weight)
+    if is_compiling():
+        if combined_out is None and normed_out is None and partials_out is None:
+            return _ops.hc_boundary.default(*inputs, eps)
+        _ops.hc_boundary.out(
+            *inputs, eps, combined_out=combined_out, normed_out=normed_out, partials_out=partials_out
+        )
+        return combined_out, normed_out, partials_out  # type: ignore[return-value]  # None was refused
+    if type(eps) is not float:
+        eps = real("hc_boundary", "eps", eps)
+    if combined_out is None and normed_out is None and partials_out is None:
+        return _boundary(inputs, (eps,))
+    _boundary_out((*inputs, combined_out, normed_out, partials_out), (eps,))
+    return combined_out, normed_out, partials_out  # type: ignore[return-value]  # None was refused
+
+
 def hc_mix(
     normed: Tensor, w_down: Tensor, w_up: Tensor, streams: int = 4, *, out: Tensor | None = None
 ) -> Tensor:
@@ -151,6 +189,8 @@ def hc_mix(
     over streams of `sigmoid(dot(t, w_up)) * normed`, rounded.
 
     normed: [T, C*H], w_down: [R, C*H], w_up: [C*H, R]; streams: C, which no shape tells. Returns [T, H].
+    Up to 32 rows one cooperative launch, whose CTAs wait for each other and must all be resident; where the
+    device refuses that, and for more rows, GEMMs.
     """
     if is_compiling():
         if out is None:

@@ -67,16 +67,19 @@ def grouped_gemma_rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6, group_si
     return Exact(_norm(to_numpy(x), to_numpy(weight), eps, group_size))
 
 
-def hc_gate(normed: Tensor, inject_weight: Tensor) -> Exact:
-    """[T, 8, C]."""
-    x, weight = to_numpy(normed), to_numpy(inject_weight)
+def _gate_partials(x: F64, weight: F64) -> F64:
     part = x.shape[1] // 8
     value = np.empty((x.shape[0], 8, weight.shape[0]))
     with np.errstate(invalid="ignore"):
         for s in range(8):
             columns = slice(s * part, (s + 1) * part)
             value[:, s] = x[:, columns] @ weight[:, columns].T
-    return Exact(value)
+    return value
+
+
+def hc_gate(normed: Tensor, inject_weight: Tensor) -> Exact:
+    """[T, 8, C]."""
+    return Exact(_gate_partials(to_numpy(normed), to_numpy(inject_weight)))
 
 
 def hc_apply(block: Tensor, residual: Tensor, partials: Tensor) -> Exact:
@@ -107,6 +110,23 @@ def hc_apply_norm(
     exact = hc_apply(block, residual, partials)
     x = rounded(exact.value, residual.dtype) if combined is None else to_numpy(combined)
     return exact, Exact(_norm(x, to_numpy(norm_weight), eps, block.shape[1]))
+
+
+def hc_boundary(
+    block: Tensor,
+    residual: Tensor,
+    partials: Tensor,
+    norm_weight: Tensor,
+    inject_weight: Tensor,
+    eps: float = 1e-6,
+    combined: Tensor | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Exact, Exact, Exact]:
+    """(combined, normed, the next partials). `combined` as for hc_apply_norm; the gate reads rounded values
+    too: those of `normed`, the result under test, if given, else the exact ones rounded."""
+    exact, normal = hc_apply_norm(block, residual, partials, norm_weight, eps, combined)
+    x = rounded(normal.value, residual.dtype) if normed is None else to_numpy(normed)
+    return exact, normal, Exact(_gate_partials(x, to_numpy(inject_weight)))
 
 
 def hc_mix(normed: Tensor, w_down: Tensor, w_up: Tensor, streams: int = 4) -> Exact:
@@ -194,23 +214,33 @@ def gdn_packed_decode(
     return Exact(out), Exact(pool)
 
 
-ORACLES: dict[str, Callable[..., Exact | tuple[Exact, Exact]]] = {
+ORACLES: dict[str, Callable[..., Exact | tuple[Exact, ...]]] = {
     "grouped_gemma_rmsnorm": grouped_gemma_rmsnorm,
     "hc_gate": hc_gate,
     "hc_apply": hc_apply,
     "hc_apply_norm": hc_apply_norm,
+    "hc_boundary": hc_boundary,
     "hc_mix": hc_mix,
     "shared_gate": shared_gate,
     "moe_finalize": moe_finalize,
     "gdn_packed_decode": gdn_packed_decode,
 }
-RESULTS = {
-    op: {"hc_apply_norm": (f"{op}.combined", f"{op}.normed"), "gdn_packed_decode": (op, f"{op}.state")}.get(
-        op, (op,)
-    )
-    for op in ORACLES
+_SEVERAL = {
+    "hc_apply_norm": ("combined", "normed"),
+    "hc_boundary": ("combined", "normed", "partials"),
+    "gdn_packed_decode": ("", "state"),
 }
+RESULTS = {op: tuple(f"{op}.{part}".rstrip(".") for part in _SEVERAL.get(op, ("",))) for op in ORACLES}
 """Names of each operator's results, as `tolerance.RULES` knows them; a state updated in place is a result."""
+
+FEEDS: dict[str, tuple[str, ...]] = {"hc_apply_norm": ("combined",), "hc_boundary": ("combined", "normed")}
+"""By operator, the results that later results of the same call are computed from, rounded as they are: an
+oracle takes them as arguments of these names."""
+
+
+def fed(op: str, inputs: Mapping[str, Any], results: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The oracle's arguments for a call: its inputs, and those of its results that others are judged on."""
+    return {**inputs, **{name: results[f"{op}.{name}"] for name in FEEDS.get(op, ())}}
 
 
 def exact(op: str, inputs: Mapping[str, Any]) -> dict[str, Exact]:

@@ -117,6 +117,24 @@ def hc_apply_norm(
     return combined, grouped_gemma_rmsnorm(combined, norm_weight, eps, group_size=block.shape[1])
 
 
+def hc_boundary(
+    block: Tensor,
+    residual: Tensor,
+    partials: Tensor,
+    norm_weight: Tensor,
+    inject_weight: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hc_apply_norm`, and the next `hc_gate` of its normed result.
+
+    block: [T, H], residual: [T, C*H], norm_weight: [C*H], inject_weight: [C, C*H], all bf16 or fp16, C*H a
+    multiple of 64; partials: [T, S, C] fp32. Returns (combined, normed, the next partials): bit for bit what
+    the separate operators give, because it is the separate operators.
+    """
+    combined, normed = hc_apply_norm(block, residual, partials, norm_weight, eps)
+    return combined, normed, hc_gate(normed, inject_weight)
+
+
 def hc_mix(normed: Tensor, w_down: Tensor, w_up: Tensor, streams: int = 4) -> Tensor:
     """Low-rank mixer of the streams: `t = silu(dot(normed, w_down) / C)`, rounded to the activation dtype,
     then the mean over streams of `sigmoid(dot(t, w_up)) * normed`, rounded once.

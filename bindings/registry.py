@@ -298,9 +298,9 @@ class Kernel(Implementation):
         return {**self.params(call), "vec_bytes": widest if call.aligned(self.vectors) else 16}
 
     def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
-        from bindings import jit
+        from bindings import emulated, jit
 
-        return jit.get(self.module, target, params)
+        return (emulated.get if emulated.serving() else jit.get)(self.module, target, params)
 
     def rows_to_load(self, rows: int) -> int:
         return 0  # the compiled function loads its module whatever the rows, and launches nothing for none

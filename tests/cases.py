@@ -148,15 +148,40 @@ PLANS = (
         kinds=dict(overflow={}, order={}),
     ),
     Plan(
+        "hc_boundary",
+        d.boundary,
+        small=dict(H=192, C=2),
+        model=BOTH,
+        shapes=(
+            dict(H=64, C=1),
+            dict(H=8, C=8),
+            dict(H=200, C=8),
+            dict(H=1040, C=4),
+            dict(H=4096, C=1),
+            dict(H=4096, C=4),
+            dict(H=2048, C=8),
+            dict(H=64, C=4, eps=0.5),
+            # By the two kernels of its halves: streams that splits straddle, wide rows.
+            dict(H=64, C=3),
+            dict(H=5120, C=4),
+        ),
+        kinds=dict(overflow={}, order={}),
+    ),
+    Plan(
         "hc_mix",
         d.mix,
         small=dict(H=64, C=4, R=32),
-        model={"bf16": (1, 3, 8, 33), "fp16": (2, 32)},
+        model={"bf16": (1, 3, 8, 9, 16, 32, 33), "fp16": (2, 12, 32)},
         shapes=(
+            dict(H=128, C=1, R=16),
+            dict(H=256, C=2, R=80),
+            dict(H=512, C=8, R=64),
+            dict(H=1088, C=8, R=208, T=5),
+            dict(H=640, C=4, R=320, T=17),
+            # By GEMMs: no plan.
             dict(H=40, C=3, R=24),
             dict(H=128, C=1, R=8),
             dict(H=256, C=2, R=72),
-            dict(H=512, C=8, R=64),
         ),
     ),
     Plan(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
+# Virtual ranks spin on streams of their own: two streams on one hardware queue would wait for each other.
+# Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
 
+from bindings import emulated
 from bindings import kernels as kernels  # fills the registry
 from bindings.registry import IMPLEMENTATIONS, Kernel
 from bindings.targets import target_of
@@ -45,12 +54,32 @@ def gpu_backend(request: pytest.FixtureRequest) -> Backend:
     return Backend(request.param, str(device))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also what takes minutes: tests marked nightly")
+    parser.addoption(
+        "--emulator-checks",
+        nargs="?",
+        const="all",
+        default="all",
+        choices=("all", "vital"),
+        help="checks of emulated kernels: all (the default), or those alone that a run cannot go on without",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _emulator_checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with emulated.options(checks=request.config.getoption("--emulator-checks") == "all"):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`cpu` is what needs no GPU. `sanitizer` is for kernels of this project: not for torch's and the BLAS's,
     which the reference and the GEMM path run. Tests that need more GPUs than there are skip, and say so."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
+        if item.get_closest_marker("nightly") and not item.config.getoption("--nightly"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: runs with --nightly"))
         multi, single = item.get_closest_marker("multi_gpu"), item.get_closest_marker("gpu")
         if multi is None and single is None:
             item.add_marker(pytest.mark.cpu)

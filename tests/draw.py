@@ -79,6 +79,11 @@ def apply_norm(
     return apply(draw, T, dtype, H, C) | dict(norm_weight=weight, eps=eps)
 
 
+def boundary(draw: Draw, T: int, dtype: torch.dtype, H: int = 2560, C: int = 4, eps: float = 1e-6) -> Inputs:
+    inject = draw.uniform(C, C * H, scale=0.05 * (10240 / (C * H)) ** 0.5, dtype=dtype)
+    return apply_norm(draw, T, dtype, H, C, eps) | dict(inject_weight=inject)
+
+
 def mix(draw: Draw, T: int, dtype: torch.dtype, H: int = 2560, C: int = 4, R: int = 320) -> Inputs:
     W = C * H
     inputs: Inputs = dict(
@@ -184,6 +189,7 @@ ACTIVATIONS = {
     "hc_gate": ("normed",),
     "hc_apply": ("block", "residual"),
     "hc_apply_norm": ("block", "residual"),
+    "hc_boundary": ("block", "residual"),
     "hc_mix": ("normed",),
     "shared_gate": ("x",),
     "moe_finalize": ("expert_out", "shared_out"),

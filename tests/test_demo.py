@@ -34,11 +34,12 @@ def test_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "hc_mix": 5,
         "hc_apply": 1,
         "hc_apply_norm": 3,
+        "hc_boundary": 0,
         "gdn_packed_decode": 2,
         "shared_gate": 2,
         "moe_finalize": 2,
     }
-    assert set(result["ops"]) == set(observe.OPS)
+    assert set(result["ops"]) == set(observe.OPS) - {"hc_boundary"}
     for op, report in result["ops"].items():
         assert report["backend"] == "reference", op
         assert report["target"] is None, op
@@ -51,7 +52,30 @@ def test_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert result["failures"] == []
     printed = capsys.readouterr().out
     assert printed.endswith("ok\n")
-    assert all(op in printed for op in observe.OPS)
+    assert all(op in printed for op in result["ops"])
+
+
+def test_a_fused_boundary_takes_the_gate_along(tmp_path: Path) -> None:
+    """Fewer launches, and the same bits."""
+    path = tmp_path / "demo.json"
+    assert demo.main([*DEMO, "--boundary", "fused", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["launches"] == {
+        "grouped_gemma_rmsnorm": 2,
+        "hc_gate": 2,
+        "hc_mix": 5,
+        "hc_apply": 1,
+        "hc_apply_norm": 1,
+        "hc_boundary": 2,
+        "gdn_packed_decode": 2,
+        "shared_gate": 2,
+        "moe_finalize": 2,
+    }
+    assert set(result["ops"]) == set(observe.OPS)
+    assert result["failures"] == []
+    chains = [DecodeChain(2, tokens=2, boundary=boundary) for boundary in ("separate", "fused")]
+    separate, fused = (chain.outcome(chain.step()) for chain in chains)
+    assert all(torch.equal(a, b) for a, b in zip(separate, fused, strict=True))
 
 
 def _off(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -63,6 +87,7 @@ CORRUPT: dict[str, Callable[[Any], Any]] = {
     "hc_mix": lambda got: _off(got, 1e-2),
     "hc_apply": lambda got: _off(got, 1e-2),
     "hc_apply_norm": lambda got: (got[0], _off(got[1], 1e-2)),
+    "hc_boundary": lambda got: (*got[:2], _off(got[2], 1e-5)),
     "grouped_gemma_rmsnorm": lambda got: _off(got, 1e-2),
     "shared_gate": lambda got: _off(got, 1e-5),
     "moe_finalize": lambda got: _off(got, 1e-2),
@@ -84,7 +109,8 @@ def test_a_wrong_operator_fails_it(
 
     monkeypatch.setattr(ops, op, wrong)
     path = tmp_path / "demo.json"
-    assert demo.main([*DEMO, "--json", str(path)]) == 1
+    boundary = ("--boundary", "fused") if op == "hc_boundary" else ()
+    assert demo.main([*DEMO, *boundary, "--json", str(path)]) == 1
     result = json.loads(path.read_text())
     assert [name for name, report in result["ops"].items() if not report["ok"]] == [op]
     assert result["failures"] == [f"{op}: out of tolerance"]
@@ -177,13 +203,13 @@ def test_an_unknown_backend_in_the_environment_is_wrong_use() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert "FLASHNEXT_BACKEND: got 'nope', allowed auto, cute, reference" in done.stderr
+    assert "FLASHNEXT_BACKEND: got 'nope', allowed auto, cute, emulator, reference" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_the_model_s_step_has_the_published_launches() -> None:
     chain = DecodeChain.__new__(DecodeChain)  # counts follow from the layers alone: no weights are needed
-    chain.layers = LAYERS
+    chain.layers, chain.boundary = LAYERS, "separate"
     chain.gdn = {layer: None for layer in range(LAYERS) if layer % 4 != 3}
     calls = chain.expected_calls()
     assert calls["hc_apply_norm"] == 95
@@ -191,6 +217,11 @@ def test_the_model_s_step_has_the_published_launches() -> None:
     assert calls["gdn_packed_decode"] == 36
     assert calls["moe_finalize"] == 48
     assert calls["hc_mix"] == calls["hc_gate"] + 1 == 97
+    chain.boundary = "fused"
+    fused = chain.expected_calls()
+    assert fused["hc_boundary"] + fused["hc_apply_norm"] == 95
+    assert fused["hc_boundary"] + fused["hc_gate"] == 96
+    assert fused["hc_boundary"] == 94
 
 
 def test_a_chain_repeats_itself_and_depends_on_its_seed() -> None:

@@ -22,3 +22,12 @@ def test_on_a_gpu_the_graph_holds_the_published_launches(tmp_path: Path) -> None
     assert result["launches"]["moe_finalize"] == result["graph_kernels"]["moe_finalize"] == 48
     assert all(report["ok"] and report["backend"] == "cute" for report in result["ops"].values())
     assert 0 < result["latency"]["graph_ms"] < result["latency"]["eager_ms"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_fused_boundary_takes_the_gate_along(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    assert demo.main(["--device", "cuda", "--layers", "4", "--boundary", "fused", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    for op, count in {"hc_boundary": 6, "hc_apply_norm": 1, "hc_gate": 2}.items():
+        assert result["launches"][op] == result["graph_kernels"][op] == count

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs nvdisasm"
 
 CONFIGS = precompile.registered(targets.TARGETS, sample=True)
 KERNELS = sorted({c.kernel for c in CONFIGS})
+COLLECTIVES = {"all_reduce", "moe_finalize_all_reduce"}  # no operators: no contract, no alignment variants
 BLACKWELL = [t for t in targets.TARGETS if targets.vector_bytes(t) == 32]
 
 
@@ -41,6 +42,7 @@ ACCESSES = {
     "hc_gate": Accesses(stores=False),
     "hc_apply": Accesses(weights=False),
     "hc_apply_norm": Accesses(),
+    "hc_boundary": Accesses(),
     "shared_gate": Accesses(stores=False),
     "moe_finalize": Accesses(loads=False, copies=True, weights=False),
     "gdn_packed_decode": Accesses(),
@@ -79,7 +81,7 @@ def test_everything_compiles_and_passes_the_check(results: dict[Config, Result])
 
 
 def test_every_kernel_is_there_for_every_target() -> None:
-    registered = {k.op for ks in IMPLEMENTATIONS.values() for k in ks if isinstance(k, Kernel)}
+    registered = {k.op for ks in IMPLEMENTATIONS.values() for k in ks if isinstance(k, Kernel)} | COLLECTIVES
     assert set(KERNELS) == registered
     for target in targets.TARGETS:
         assert {c.kernel for c in CONFIGS if c.key.target == target} == registered
@@ -104,17 +106,21 @@ class TestEveryKernel:
 
     def test_no_atomics(self, results: dict[Config, Result], kernel: str, target: str) -> None:
         for config, report in reports(results, kernel, target):
-            assert not {"ATOM", "ATOMG", "ATOMS", "RED", "REDG"} & set(report.instructions), config
+            found = {n: report.instructions.get(n, 0) for n in ("ATOM", "ATOMG", "ATOMS", "RED", "REDG")}
+            if kernel == "hc_mix" and target in BLACKWELL:
+                assert found.pop("ATOMS") == 4, config  # the books of tcgen05.alloc and dealloc
+            assert not any(found.values()), config
 
     def test_no_access_is_wider_than_the_variant_says(
         self, results: dict[Config, Result], kernel: str, target: str
     ) -> None:
         variants = set()
         for config, report in reports(results, kernel, target):
-            bits = int(config.key.params["vec_bytes"]) * 8
+            bits = int(config.key.params.get("vec_bytes", 16)) * 8
             variants.add(bits)
             assert max([*widths(report, "LDG"), *widths(report, "STG")]) <= bits, config
-        assert variants == ({128, 256} if target in BLACKWELL else {128})
+        wide = target in BLACKWELL and kernel not in COLLECTIVES and kernel != "hc_mix"
+        assert variants == ({128, 256} if wide else {128})
 
     def test_the_launch_is_known(self, results: dict[Config, Result], kernel: str, target: str) -> None:
         for config, report in reports(results, kernel, target):

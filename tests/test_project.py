@@ -33,6 +33,7 @@ LEVELS = {
     "collectives": 2,
     "cute_kernels": 1,
     "cute_kernels.device": 0,
+    "emulator": -1,  # knows nothing of the kernels that it runs
 }
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_LINES = 700
@@ -91,6 +92,22 @@ def test_the_import_check_sees_every_form(tmp_path: Path, monkeypatch: pytest.Mo
     assert level("cute_kernels.device.vector") == 0
     assert level("cute_kernels.devices") == 1
     assert level("torch") is None
+
+
+def test_what_is_named_as_text_exists() -> None:
+    """`collectives` takes from above it only what it names as text, module:attribute."""
+    named = {
+        node.value
+        for path in (ROOT / "collectives").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"[\w.]+:\w+", node.value)
+    }
+    assert "bindings.jit:get" in named
+    for name in named:
+        module, _, attribute = name.partition(":")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_device_code_knows_no_torch() -> None:
@@ -153,7 +170,7 @@ def test_documented_files_exist() -> None:
 
 
 def test_documented_names_exist() -> None:
-    for document, dotted in commands(r"`((?:bindings|torch\.ops\.flashnext)\.\w+)\b(?!\.py|/)"):
+    for document, dotted in commands(r"`((?:bindings|collectives|torch\.ops\.flashnext)\.\w+)\b(?!\.py|/)"):
         module, _, name = dotted.rpartition(".")
         if module == "torch.ops.flashnext":
             assert name in OPS, f"{document}: {dotted}"
@@ -168,7 +185,8 @@ def test_operator_tables_are_complete(document: str) -> None:
 
 
 def test_documented_environment_variables_exist() -> None:
-    code = "".join(path.read_text() for path in (ROOT / "bindings").rglob("*.py"))
+    packages = ("bindings", "emulator")
+    code = "".join(path.read_text() for name in packages for path in (ROOT / name).rglob("*.py"))
     for document, name in commands(r"\b(FLASHNEXT_[A-Z_]+)"):
         assert name in code, f"{document}: {name}"
 

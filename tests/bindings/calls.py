@@ -27,11 +27,19 @@ Call = dict[str, Any]
 
 KERNELS = [op for op in OPS if isinstance(IMPLEMENTATIONS[op][0], Kernel)]
 
+WORKSPACES = ["hc_mix"]
+"""Kernels that also take a workspace, last."""
+
+VECTORED = [op for op in KERNELS if op != "hc_mix"]
+"""Kernels with a variant for every vector width."""
+
 PARAMS: dict[str, dict[str, Any]] = {
     "grouped_gemma_rmsnorm": {"dtype": "bf16", "width": 256, "group_size": 64},
     "hc_gate": {"dtype": "bf16", "width": 256, "streams": 4},
     "hc_apply": {"dtype": "bf16", "hidden": 64, "streams": 4},
     "hc_apply_norm": {"dtype": "bf16", "hidden": 64, "streams": 4},
+    "hc_boundary": {"dtype": "bf16", "hidden": 64, "streams": 4},
+    "hc_mix": {"dtype": "bf16", "hidden": 64, "streams": 4, "low_rank": 16, "bucket": 8},
     "shared_gate": {"dtype": "bf16", "hidden": 64},
     "moe_finalize": {"hidden": 64, "top_k": 3, "weight_dtype": "fp32", "shared": True, "gated": True},
     "gdn_packed_decode": {

@@ -15,6 +15,8 @@ from torch import Tensor
 from bindings import kernels
 from bindings.checks import ALIGNMENT
 from bindings.registry import DTYPE_NAMES, OPS, Kernel, ModelConfig
+from cute_kernels.hyper import mix_plan
+from tests.bindings.calls import WORKSPACES
 
 DSL_NAMES = {"BFloat16": "bf16", "Float16": "fp16", "Float32": "fp32", "Int32": "int32", "Int64": "int64"}
 
@@ -55,6 +57,13 @@ def test_arguments(kernel: Kernel, target: str) -> None:
         outs = [torch.empty(o.shape, dtype=o.dtype, device="meta") for o in call.outputs]
         passed = [*arguments.inputs, *outs, *call.kernel_scalars]
         names = [*op.inputs, *(o.name for o in call.outputs), *("scalar" for _ in call.kernel_scalars)]
+        if kernel.op in WORKSPACES:  # in place of scalars: all of them are parameters
+            plan = mix_plan.plan(*(params[n] for n in ("hidden", "streams", "low_rank", "bucket")), target)
+            assert isinstance(plan, mix_plan.MixPlan)
+            passed[len(op.inputs) + 1 :] = [
+                torch.empty(plan.workspace_words, dtype=torch.int64, device="meta")
+            ]
+            names[len(op.inputs) + 1 :] = ["workspace"]
         for name, given, fake in zip(names, passed, fakes, strict=True):
             if isinstance(given, Tensor):
                 vec_bytes = params["vec_bytes"] if name in kernel.vectors else None

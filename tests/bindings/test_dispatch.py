@@ -23,12 +23,14 @@ from bindings import (
     ops,
     reference,
 )
-from bindings.registry import IMPLEMENTATIONS, OPS, Composite, Kernel, ModelConfig
+from bindings.registry import IMPLEMENTATIONS, OPS, Kernel, ModelConfig
 from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
 from tests.bindings.calls import (
     KERNELS,
     PARAMS,
     SMALL,
+    VECTORED,
+    WORKSPACES,
     Jit,
     aligned_at,
     make,
@@ -38,7 +40,12 @@ from tests.bindings.calls import (
     tensors,
 )
 
-SCALARS = {"grouped_gemma_rmsnorm": (1e-6,), "hc_apply_norm": (1e-6,), "gdn_packed_decode": (0.125,)}
+SCALARS = {
+    "grouped_gemma_rmsnorm": (1e-6,),
+    "hc_apply_norm": (1e-6,),
+    "hc_boundary": (1e-6,),
+    "gdn_packed_decode": (0.125,),
+}
 
 
 def same_arguments(given: tuple[Any, ...], expected: list[Any]) -> bool:
@@ -60,13 +67,18 @@ def test_what_a_kernel_gets(op: str, target: str, compiled: Jit) -> None:
     kernel = compiled.last
     assert kernel.module == IMPLEMENTATIONS[op][0].name
     assert kernel.target == target
-    assert kernel.params == PARAMS[op] | {"vec_bytes": 16 if target == "sm_90a" else 32}
+    width = {"vec_bytes": 16 if target == "sm_90a" else 32} if op in VECTORED else {}
+    assert kernel.params == PARAMS[op] | width
+    if op in WORKSPACES:
+        assert kernel.calls[0][-1].dtype is torch.int64
+        assert not kernel.calls[0][-1].any()
     inputs, scalars = [call[n] for n in OPS[op].inputs], list(SCALARS.get(op, ()))
-    assert same_arguments(kernel.calls[0], [*inputs, *outs.values(), *scalars])
+    workspace = kernel.calls[0][-1:] if op in WORKSPACES else ()
+    assert same_arguments(kernel.calls[0], [*inputs, *outs.values(), *scalars, *workspace])
     assert all(type(value) is float for value in kernel.calls[0] if not isinstance(value, Tensor))
 
     results = run(op, call)
-    assert same_arguments(kernel.calls[1], [*inputs, *results, *scalars])
+    assert same_arguments(kernel.calls[1], [*inputs, *results, *scalars, *workspace])  # the stream's own
     for result, out in zip(results, outs.values(), strict=True):
         assert (result.shape, result.dtype, result.stride()) == (out.shape, out.dtype, out.stride())
         assert result.data_ptr() % 16 == 0
@@ -105,7 +117,7 @@ def wider(t: Tensor) -> Tensor:
     return room[:, : t.shape[1]]
 
 
-@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("op", VECTORED)
 def test_vector_width_follows_alignment(op: str, compiled: Jit) -> None:
     """One tensor that only starts at a multiple of 16 bytes takes the 16-byte variant, and only if it is
     accessed by vectors."""
@@ -113,7 +125,7 @@ def test_vector_width_follows_alignment(op: str, compiled: Jit) -> None:
     call = make(op)
     outs = outs_of(op, call)
     everything = call | outs
-    (kernel,) = IMPLEMENTATIONS[op]
+    kernel = IMPLEMENTATIONS[op][0]
     assert isinstance(kernel, Kernel)
 
     def width(changed: dict[str, Any]) -> int:
@@ -201,7 +213,9 @@ def test_backend_is_restored_after_an_error(compiled: Jit) -> None:
 
 def test_unknown_backend() -> None:
     with (
-        pytest.raises(InvalidArgument, match=r"^backend: got 'triton', allowed auto, cute, reference$"),
+        pytest.raises(
+            InvalidArgument, match=r"^backend: got 'triton', allowed auto, cute, emulator, reference$"
+        ),
         backend("triton"),
     ):
         pass
@@ -249,7 +263,10 @@ def test_invalid_backend_of_the_environment() -> None:
     """Importing works; the first use says what is wrong."""
     result = environment("cuda", CALL + "print('imported')\nbindings.ops.shared_gate(t, t[0])")
     assert result.stdout == "imported\n"
-    assert "InvalidArgument: FLASHNEXT_BACKEND: got 'cuda', allowed auto, cute, reference" in result.stderr
+    assert (
+        "InvalidArgument: FLASHNEXT_BACKEND: got 'cuda', allowed auto, cute, emulator, reference"
+        in result.stderr
+    )
 
 
 # No rows
@@ -308,9 +325,8 @@ def test_first_use_inside_a_capture(
     run(op, call, **outs)
     run(op, more, **more_outs)
     fp16 = replace(SMALL, dtype=torch.float16, expert_weight_dtype=torch.bfloat16)
-    if op != "hc_mix":  # a BLAS path is ready for every dtype
-        with pytest.raises(WarmupRequired):
-            run(op, make(op, config=fp16))
+    with pytest.raises(WarmupRequired):
+        run(op, make(op, config=fp16))
 
 
 def test_calls_without_rows_warm_nothing_up(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +401,8 @@ def test_value_tile_follows_the_batch(compiled: Jit) -> None:
 
 def test_override_of_what_a_path_does_not_have(compiled: Jit) -> None:
     with dispatch.override("hc_mix", vec_bytes=16):
-        assert explain("hc_mix", **make("hc_mix")).params == {}
+        assert explain("hc_mix", **make("hc_mix")).params == PARAMS["hc_mix"]
+        assert explain("hc_mix", **make("hc_mix", 33)).params == {}
 
 
 @pytest.mark.parametrize(
@@ -424,22 +441,28 @@ def test_forced_value_tile(compiled: Jit) -> None:
         dispatch.force_value_tile(5)
 
 
-# The BLAS path of hc_mix
+# hc_mix: buckets, and the BLAS path
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_mix_by_gemms(rows: int, compiled: Jit) -> None:
-    """The path that "cute" stands for until the operator has a kernel: same rounding points, so nearly the
-    same bits."""
-    call = make("hc_mix", rows)
+@pytest.mark.parametrize(("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (17, 32), (32, 32)])
+def test_mix_takes_the_bucket_of_its_rows(rows: int, bucket: int, compiled: Jit) -> None:
+    ops.hc_mix(**make("hc_mix", rows))
+    assert compiled.last.params == PARAMS["hc_mix"] | {"bucket": bucket}
+
+
+@pytest.mark.parametrize(("rows", "config"), [(33, SMALL), (40, SMALL), (3, replace(SMALL, low_rank=24))])
+def test_mix_by_gemms(rows: int, config: ModelConfig, compiled: Jit) -> None:
+    """What the kernel does not take, too many rows or a shape without a plan: the same rounding points, so
+    nearly the same bits."""
+    call = make("hc_mix", rows, config)
     answer = explain("hc_mix", **call)
     assert (answer.backend, answer.implementation, answer.params) == ("cute", "gemm", {})
-    assert isinstance(IMPLEMENTATIONS["hc_mix"][0], Composite)
     expected = reference.hc_mix(**call)
     result = ops.hc_mix(**call)
     out = torch.empty_like(result)
     assert ops.hc_mix(**call, out=out) is out
     assert torch.equal(out, result)
+    assert compiled.launches == 0
     assert (result == expected).float().mean() > 0.9
     assert torch.allclose(result.float(), expected.float(), rtol=2**-7, atol=1e-6)
     weights = call | {n: torch.nn.Parameter(call[n]) for n in ("w_down", "w_up")}

@@ -33,6 +33,18 @@ GUARDED: list[tuple[str, str, str]] = [
 ]
 
 
+# hc_boundary has a second path: (H, C) outside one guard of the first one, or of both.
+BOUNDARY: dict[str, tuple[int, int]] = {
+    "C divides 8": (64, 3),
+    "H is at most 4096": (4160, 1),
+    "W is at most 16384": (2112, 8),
+    "H is a multiple of 8": (12, 16),
+    "H is at most 16384": (16448, 1),
+    "W is at most 65536": (8256, 8),
+    "C is at most 8": (64, 9),
+}
+
+
 def unguarded(op: str, guard: str) -> Call:
     """A valid call outside one guard."""
     if op == "gdn_packed_decode":
@@ -84,20 +96,51 @@ def test_guard(op: str, guard: str, got: str, compiled: Jit) -> None:
 
 
 def test_every_guard_is_tried() -> None:
-    """By GUARDED, by the device tests, or because validation already refuses what it refuses."""
+    """By GUARDED, by the device tests, by test_mix.py, or because validation already refuses what it
+    refuses."""
     by_validation = {
         "dtype of",  # activations are bf16 or fp16
         "W is a multiple of 64",
         "G is a multiple of 8",
         "Hv is a multiple of Hk",
     }
-    tried = {(op, guard) for op, guard, _ in GUARDED}
+    tried = {(op, guard) for op, guard, _ in GUARDED} | {("hc_boundary", guard) for guard in BOUNDARY}
     for op, implementations in IMPLEMENTATIONS.items():
         for guard in (g for i in implementations for g in i.guards):
-            known = any(guard.description.startswith(v) for v in by_validation)
+            known = op == "hc_mix" or any(guard.description.startswith(v) for v in by_validation)
             assert known or (op, guard.description) in tried or "fit a grid" in guard.description, (
                 guard.description
             )
+
+
+def test_boundary_guards() -> None:
+    op = OPS["hc_boundary"]
+    for guard in (g for i in IMPLEMENTATIONS[op.name] for g in i.guards if g.description in BOUNDARY):
+        for (hidden, streams), holds in ((BOUNDARY[guard.description], False), ((64, 4), True)):
+            config = replace(SMALL, hidden=hidden, streams=streams)
+            call = op.examine(op.new_call(config, 1, "meta"), concrete=False)
+            assert guard.holds(call) == holds, guard.description
+
+
+@pytest.mark.parametrize("guard", ["C divides 8", "H is at most 4096", "W is at most 16384"])
+def test_boundary_by_two_kernels(guard: str, compiled: Jit) -> None:
+    """Outside the fused kernel's guards, the kernels of its halves: apply+norm, then the gate of its
+    result."""
+    hidden, streams = BOUNDARY[guard]
+    call = make("hc_boundary", 1, replace(SMALL, hidden=hidden, streams=streams))
+    outs = outs_of("hc_boundary", call)
+    answer = explain("hc_boundary", **call)
+    assert (answer.backend, answer.implementation) == ("cute", "apply_norm, then gate")
+    assert [v.guard for v in answer.guards if not v.ok] == [guard]
+    with backend("cute"):
+        ops.hc_boundary(**call, **outs)
+    apply_norm, gate = compiled.called
+    assert [c.module for c in (apply_norm, gate)] == [
+        f"cute_kernels.hyper.{n}" for n in ("apply_norm", "gate")
+    ]
+    assert apply_norm.calls[0][4] is outs["combined_out"]
+    assert gate.calls[0][0] is apply_norm.calls[0][5] is outs["normed_out"]
+    assert gate.calls[0][2] is outs["partials_out"]
 
 
 def test_grid_guard() -> None:

@@ -183,6 +183,9 @@ def extent_breaches() -> Iterator[Breach]:
         ("hc_apply_norm", "block", 1, 8, "residual", r"allowed \(T, C\*H\)"),
         ("hc_apply_norm", "partials", 1, -1, "partials", r"got shape \(3, 7, 4\)"),
         ("hc_apply_norm", "norm_weight", 0, 1, "norm_weight", rf"allowed \(W,\) with W = {W}"),
+        ("hc_boundary", "norm_weight", 0, 1, "norm_weight", rf"allowed \(W,\) with W = {W}"),
+        ("hc_boundary", "inject_weight", 0, 1, "inject_weight", r"got shape \(5, "),
+        ("hc_boundary", "inject_weight", 1, 8, "inject_weight", rf"got shape \(4, {W + 8}\)"),
         ("hc_mix", "w_down", 1, 8, "w_down", rf"allowed \(R, W\) with W = {W}, R >= 1"),
         ("hc_mix", "w_up", 0, 8, "w_up", rf"allowed \(W, R\) with W = {W}, R = 16"),
         ("hc_mix", "w_up", 1, 8, "w_up", rf"got shape \({W}, 24\)"),
@@ -228,7 +231,7 @@ def extent_breaches() -> Iterator[Breach]:
     scalars: list[tuple[str, str, Any, str]] = [
         *(
             (op, "eps", value, says)
-            for op in ("grouped_gemma_rmsnorm", "hc_apply_norm")
+            for op in ("grouped_gemma_rmsnorm", "hc_apply_norm", "hc_boundary")
             for value, says in (
                 (-1e-6, "got -1e-06, allowed a finite number >= 0"),
                 (float("nan"), number),
@@ -389,6 +392,18 @@ def test_one_output_of_two() -> None:
             ops.hc_apply_norm(**call, **{given: outs[given]})
 
 
+@pytest.mark.parametrize("missing", OPS["hc_boundary"].outs)
+def test_two_outputs_of_three(missing: str) -> None:
+    call = make("hc_boundary")
+    outs = {name: out for name, out in outs_of("hc_boundary", call).items() if name != missing}
+    allowed = f"hc_boundary: {missing}: got None, allowed a torch.Tensor, since {', '.join(outs)} are given"
+    with untouched(call, outs), pytest.raises(InvalidArgument, match=allowed):
+        ops.hc_boundary(**call, **outs)
+    (only, *_) = outs
+    with pytest.raises(InvalidArgument, match=f"got None, allowed a torch.Tensor, since {only} is given"):
+        ops.hc_boundary(**call, **{only: outs[only]})
+
+
 def overlap_pairs() -> list[tuple[str, str, str]]:
     """(operator, written argument, other argument): every pair that must not overlap."""
     found = []
@@ -515,7 +530,8 @@ def test_scalars_of_other_types() -> None:
 
 
 def test_dtypes_of_a_call_agree() -> None:
-    for op in ("grouped_gemma_rmsnorm", "hc_gate", "hc_apply", "hc_apply_norm", "hc_mix", "shared_gate"):
+    chosen = ("grouped_gemma_rmsnorm", "hc_gate", "hc_apply", "hc_apply_norm", "hc_boundary", "hc_mix")
+    for op in (*chosen, "shared_gate"):
         halves = make(op, config=replace(SMALL, dtype=F16))
         assert run(op, halves)
         first, *others = [n for n, t in tensors(halves).items() if t.dtype == F16]

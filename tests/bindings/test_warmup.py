@@ -24,7 +24,7 @@ from bindings import (
 )
 from bindings.registry import IMPLEMENTATIONS, OPS, Kernel
 from cute_kernels.gdn.config import VALUE_TILES, value_tile_for
-from tests.bindings.calls import SMALL, Jit, make, outs_of, run
+from tests.bindings.calls import SMALL, WORKSPACES, Jit, make, outs_of, run
 
 CPU = (torch.device("cpu"),)
 KERNELS = [op for op in OPS if isinstance(IMPLEMENTATIONS[op][0], Kernel)]
@@ -45,10 +45,10 @@ def gemms(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> list[int]:
 
 
 def test_everything_is_loaded_once(compiled: Jit, gemms: list[int]) -> None:
-    """Every operator's implementation runs once on no rows (the BLAS path on the batch's rows), with fitting
+    """Every operator's implementation runs once on no rows (one that needs a workspace on one), with fitting
     arguments."""
     report = bindings.warmup(WarmupConfig(SMALL, batch_sizes=(1, 3), devices=CPU))
-    assert [e.op for e in report.entries].count("hc_mix") == 2
+    assert [e.op for e in report.entries].count("hc_mix") == 1
     assert {e.op for e in report.entries} == set(OPS)
     by_module = {c.module: c for c in compiled.requested}
     assert len(compiled.requested) == len(by_module) == len(KERNELS)
@@ -56,12 +56,16 @@ def test_everything_is_loaded_once(compiled: Jit, gemms: list[int]) -> None:
         kernel = by_module[IMPLEMENTATIONS[op][0].name]
         (arguments,) = kernel.calls
         given = [a for a in arguments if isinstance(a, Tensor)]
-        call = make(op, 0)
+        if op in WORKSPACES:
+            assert given.pop().dtype is torch.int64
+        call = make(op, int(op in WORKSPACES))
         expected = [v for n, v in call.items() if n in OPS[op].inputs and v is not None]
         expected += outs_of(op, call).values()
         assert [(t.shape, t.dtype) for t in given] == [(t.shape, t.dtype) for t in expected]
         assert [a for a in arguments if a is None] == []
-    assert gemms == [1, 1, 3, 3]
+    assert gemms == []
+    bindings.warmup(WarmupConfig(SMALL, ops=("hc_mix",), batch_sizes=(33,), devices=CPU))
+    assert gemms == [33, 33]
 
 
 def test_captures_are_fine_afterwards(

@@ -1,9 +1,9 @@
 """Every kernel in one chain, each reading what others wrote just before, or several launches before.
 
-One iteration is two layer boundaries around a GDN decode and an MoE finalize of matching shapes. Kernels that
-are launched before their predecessors are done read stale data here if they wait too little, and a buffer
-that is used again too early is overwritten while it is read: completion is not transitive unless every block
-of every kernel waits.
+One iteration is three layer boundaries around a GDN decode and an MoE finalize of matching shapes. Kernels
+that are launched before their predecessors are done read stale data here if they wait too little, and a
+buffer that is used again too early is overwritten while it is read: completion is not transitive unless every
+block of every kernel waits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from tests.harness import assert_same_bits
 H, C, HK, HV, D, K = 1536, 4, 4, 12, 128, 8
 W, QKV = C * H, (2 * HK + HV) * D
 POOL = 16
-RESULTS = ("partials", "decoded", "combined", "middle", "inner", "gate", "routed", "merged", "normed")
-LAUNCHES = 8
+RESULTS = ("partials", "decoded", "combined", "middle", "inner", "gate", "routed", "merged", "between")
+RESULTS = (*RESULTS, "joined", "normed", "next")
+LAUNCHES = 9
 """Launches an iteration."""
 
 
@@ -55,9 +56,10 @@ class Chain:
         self.carry = uniform(T, W, scale=2)
         shapes = {
             "partials": (8, C), "decoded": (1, HV, D), "combined": (W,), "middle": (W,), "inner": (8, C),
-            "gate": (4,), "routed": (H,), "merged": (W,), "normed": (W,),
+            "gate": (4,), "routed": (H,), "merged": (W,), "between": (W,), "joined": (W,), "normed": (W,),
+            "next": (8, C),
         }  # fmt: skip
-        wide = ("partials", "inner", "gate")
+        wide = ("partials", "inner", "gate", "next")
         self.results = {
             name: torch.zeros(sets, T, *shape, device=device, dtype=torch.float32 if name in wide else BF16)
             for name, shape in shapes.items()
@@ -88,7 +90,11 @@ class Chain:
         ops.moe_finalize(experts, slots, shares, block, gate, out=r["routed"])
         after()
         merged = (r["routed"], r["combined"], r["inner"], self.norm_weight)
-        ops.hc_apply_norm(*merged, combined_out=r["merged"], normed_out=r["normed"])
+        ops.hc_apply_norm(*merged, combined_out=r["merged"], normed_out=r["between"])
+        after()
+        joined = (block, r["merged"], r["inner"], self.norm_weight, self.inject)
+        outs = {"combined_out": r["joined"], "normed_out": r["normed"], "partials_out": r["next"]}
+        ops.hc_boundary(*joined, **outs)
         after()
         return r["normed"]
 

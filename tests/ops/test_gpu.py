@@ -119,7 +119,7 @@ def test_launches(op: str, dtype: str, gpu_backend: Backend) -> None:
         launched, nodes = kernel_launches(lambda p=placed, o=outs: call(op, p.arguments, gpu_backend, o))
         if T == 0:
             assert nodes == 0
-        elif gpu_backend.name == "cute" and op != "hc_mix":
+        elif gpu_backend.name == "cute" and (op != "hc_mix" or T <= 32):
             assert (launched, nodes) == (1, 1)
         else:
             assert launched >= 1
