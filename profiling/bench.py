@@ -334,7 +334,7 @@ def count(options: argparse.Namespace) -> int:
     record = counters.run(runs, options.targets, options.command)
     if options.json:
         write(options.json, record)
-    return 1 if any(kernel["error"] for kernel in record["kernels"]) else 0
+    return int(counters.failed(record))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

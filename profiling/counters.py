@@ -1,26 +1,48 @@
-"""`python -m profiling.bench --counters`: what the kernels do, counted by the emulator, for targets without
-a device here.
+"""What the kernels do, counted by the emulator, for targets without a device here.
+
+    python -m profiling.counters [OP...] [--target sm_100a] [--rows 1,4] [--json FILE]
 
 Every operator is called once on the CPU for each target and judged against float64. Counted are warp
-instructions, bytes that move to and from global memory beside those that the contract has it move, bank
-conflicts, waits at barriers, and matrix operations. The emulator also checks each launch as it runs; what
-it finds is an error here. Times are not what it tells.
+instructions, bytes that move to and from global memory beside those that the contract has it move (contract),
+those of them that bulk and tensor copies read (tma), 32-byte sectors that warps touch, instruction by
+instruction, bank conflicts, waits at barriers, and matrix operations. The emulator also checks each launch as
+it runs; what it finds is an error here. Times are not what it tells. Exit code: 1 if an operator failed.
+`profiling.bench --counters` is the same.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import bindings
+from bindings.targets import TARGETS
 from profiling import cases, host, ours
 from profiling.console import phase, say
 
 SCHEMA = 1
 OPS = tuple(name for name in cases.CASES if name != "hc_gate_apply_norm")
 """Every operator of the cases; the piece left out is two of them."""
+
+COUNTERS = {
+    "instructions": "instructions",
+    "read_bytes": "read_bytes",
+    "tma_read_bytes": "tma_load_bytes",
+    "read_sectors": "load_sectors",
+    "written_bytes": "written_bytes",
+    "written_sectors": "store_sectors",
+    "bank_conflicts": "bank_conflicts",
+    "barrier_waits": "barrier_waits",
+    "matrix_flops": "matrix_flops",
+}
+"""Their names in the record, and on a launch."""
 
 
 def count(op: str, rows: int, target: str) -> dict[str, Any]:
@@ -46,8 +68,7 @@ def count(op: str, rows: int, target: str) -> dict[str, Any]:
 
 def total(launches: Sequence[Any]) -> dict[str, int]:
     """The counters of a call's launches, added up, by name."""
-    names = ("instructions", "read_bytes", "written_bytes", "bank_conflicts", "barrier_waits", "matrix_flops")
-    return {name: sum(getattr(launch, name) for launch in launches) for name in names}
+    return {name: sum(getattr(launch, of) for launch in launches) for name, of in COUNTERS.items()}
 
 
 def run(runs: Sequence[tuple[str, int]], targets: Sequence[str], command: str) -> dict[str, Any]:
@@ -85,3 +106,37 @@ def table(kernels: Sequence[dict[str, Any]]) -> str:
         f"FAILED {k['op']}, {k['rows']}, {k['target']}: {k['error'].rstrip()}" for k in kernels if k["error"]
     ]
     return "\n".join([*lines, *failed])
+
+
+def failed(record: dict[str, Any]) -> bool:
+    """Whether an operator of the record could not run or was wrong."""
+    return any(kernel["error"] for kernel in record["kernels"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.counters", description="Counts what kernels do, in the emulator."
+    )
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)} (all)")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated (all)")
+    parser.add_argument("--rows", default="1", help="row counts of every operator (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    options = parser.parse_args(argv)
+    if unknown := [op for op in options.ops if op not in OPS]:
+        parser.error(f"OP: got {', '.join(unknown)}, allowed {', '.join(OPS)}")
+    try:
+        rows = [int(n) for n in options.rows.split(",")]
+    except ValueError:
+        rows = [0]
+    if min(rows) < 1:
+        parser.error(f"--rows: got {options.rows}, allowed positive integers, separated by commas")
+    command = shlex.join(["python", "-m", "profiling.counters", *(sys.argv[1:] if argv is None else argv)])
+    runs = [(op, n) for op in options.ops or OPS for n in rows]
+    record = run(runs, options.target or TARGETS, command)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return int(failed(record))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,14 +42,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         yield
 
     def launch(n: int) -> types.SimpleNamespace:
-        names = (
-            "instructions",
-            "read_bytes",
-            "written_bytes",
-            "bank_conflicts",
-            "barrier_waits",
-            "matrix_flops",
-        )
+        names = counters.COUNTERS.values()
         return types.SimpleNamespace(**{name: n * (i + 1) for i, name in enumerate(names)})
 
     gate = ops.shared_gate
@@ -85,10 +78,13 @@ def test_record(stand_in: types.SimpleNamespace, tmp_path: Path, capsys: pytest.
     assert record["kernels"][1]["counters"] == {
         "instructions": 11,
         "read_bytes": 22,
-        "written_bytes": 33,
-        "bank_conflicts": 44,
-        "barrier_waits": 55,
-        "matrix_flops": 66,
+        "tma_read_bytes": 33,
+        "read_sectors": 44,
+        "written_bytes": 55,
+        "written_sectors": 66,
+        "bank_conflicts": 77,
+        "barrier_waits": 88,
+        "matrix_flops": 99,
     }
     assert record["kernels"][1]["launches"] == 2
     assert stand_in.targets == ["sm_90a"] * 2 + ["sm_103a"] * 2
@@ -125,3 +121,24 @@ def test_targets_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(["--counters", "--targets", "sm_80"])
     assert "sm_80: not among sm_90a" in capsys.readouterr().err
+
+
+def test_command(stand_in: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "counters.json"
+    arguments = ["shared_gate", "--target", "sm_103a", "--rows", "1,3", "--json", str(path)]
+    assert counters.main(arguments) == 0
+    record = json.loads(path.read_text())
+    assert record["command"] == "python -m profiling.counters " + " ".join(arguments[:-1]) + f" {path}"
+    assert [(k["op"], k["rows"], k["target"]) for k in record["kernels"]] == [
+        ("shared_gate", 1, "sm_103a"),
+        ("shared_gate", 3, "sm_103a"),
+    ]
+    assert "shared_gate  3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["hc_gat"], ["--rows", "0"], ["--rows", "a"], ["--target", "sm_80"]])
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        counters.main(arguments)
+    assert error.value.code == 2
+    assert "allowed" in (told := capsys.readouterr().err) or "choose from" in told
