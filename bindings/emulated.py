@@ -12,7 +12,7 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def _device(name: str, given: tuple[tuple[str, Any], ...]) -> emulator.Device:
 def device() -> emulator.Device:
     """The device that emulated calls made here and now run on: its findings and the counters of its
     launches."""
-    given = {k: v for k, v in _options.items() if k != "target"}
+    given = {k: v if isinstance(v, Hashable) else tuple(v) for k, v in _options.items() if k != "target"}
     return _device(target(), tuple(sorted(given.items())))
 
 

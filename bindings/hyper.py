@@ -138,11 +138,11 @@ class HyperConnection:
     "side" runs the gate on a stream of its own while the block computes (CUDA only), "main" on the current
     one.
 
-    norm_weight and inject_weight are read before a kernel waits for its predecessor (programmatic dependent
-    launch, PDL): neither may be written by the kernel directly before the call that reads it, nor by one that
-    only operators of this package separate from it; any ordinary kernel in between, an event wait or a
-    synchronisation makes it safe. A foreign kernel that uses PDL but skips its own wait breaks the chain for
-    these kernels too. `write` reads its next_inject and the norm weight of its next_norm.
+    The weights are read before a kernel waits for its predecessor (programmatic dependent launch, PDL): none
+    may be written by the kernel directly before the call that reads it, nor by one that only operators of
+    this package separate from it; any ordinary kernel in between, an event wait or a synchronisation makes it
+    safe. A foreign kernel that uses PDL but skips its own wait breaks the chain for these kernels too.
+    `write` reads its next_inject and the norm weight of its next_norm.
 
     The side stream is shared by the connections of a device. So while a CUDA graph is being captured on a
     device, no other thread may read on it.

@@ -2,7 +2,7 @@
 
 The grid must be resident as a whole. A device with too few SMs fails a guard; one that has them but not for
 this process (MPS, a green context, another tenant) refuses the launch, and then the GEMM path serves that
-call and, on that device, all later ones.
+call and, on that device, all later ones of its plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cute_kernels.hyper import mix_plan
 
 MAX_ROWS = mix_plan.BUCKETS[-1]
 
-_refused: dict[int, str] = {}
-"""By device index, why a cooperative launch was refused there."""
+_refused: dict[mix_plan.MixPlan, dict[int, str]] = {}
+"""By plan and device index, why a cooperative launch was refused there: what one bucket cannot have another
+may."""
 
 
 def _plans(call: Call) -> list[mix_plan.MixPlan | str]:
@@ -54,7 +55,10 @@ def _enough(call: Call) -> bool:
 
 
 def _refusal(call: Call) -> str | None:
-    return _refused.get(call.device.index) if call.device.type == "cuda" else None
+    if call.device.type != "cuda":
+        return None
+    refusals = (_refused.get(p, {}) for p in _plans(call) if not isinstance(p, str))
+    return next((r[call.device.index] for r in refusals if call.device.index in r), None)
 
 
 GUARDS = (
@@ -125,6 +129,7 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a build without CUDA
     is_capturing = torch.cuda.is_current_stream_capturing
     known: dict[int, Workspaces] = {}
+    refused = _refused.setdefault(plan, {})
 
     def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
         index = normed.get_device()
@@ -132,8 +137,8 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
         if spaces is None:
             spaces = known[index] = workspaces(normed.device, plan, plan.workspace_words)
         if index < 0:  # an emulated device: one stream
-            return kernel(normed, w_down, w_up, out, spaces.of(0, False))
-        if index in _refused:
+            return emulate(kernel, (normed, w_down, w_up, out), spaces.of(0, False))
+        if index in refused:
             return gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
         if index != current_device():
             with torch.cuda.device(index):
@@ -145,32 +150,43 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
         except RuntimeError as error:
             if "CooperativeLaunchTooLarge" not in str(error):
                 raise
-            refuse(index, str(error), capturing)
+            refused[index] = refuse(index, plan, str(error), capturing)
             gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
 
     return launch
 
 
-def refuse(index: int, error: str, capturing: bool) -> None:
-    """Remembers that a device does not grant the grid. Raises inside a capture, which the refusal has
-    ended."""
+def emulate(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], workspace: Tensor) -> None:
+    """Runs the kernel in the emulator. A launch that does not end well (a finding, an interruption) may leave
+    CTAs in different epochs, with which no later one could end: the workspace then starts anew."""
+    try:
+        kernel(*tensors, workspace)
+    except BaseException:
+        with torch.inference_mode():  # it may be an inference tensor
+            workspace.zero_()
+        raise
+
+
+def refuse(index: int, plan: mix_plan.MixPlan, error: str, capturing: bool) -> str:
+    """Says that a device does not grant the grid of a plan, and returns why. Raises inside a capture, which
+    the refusal has ended."""
     reason = "refused: the grid of hc_mix cannot be resident at once (cooperative launch too large)"
     if capturing:
         raise RuntimeError(
             f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {reason}. Called once outside it, under "
             f"the same limits (MPS, green context) it takes the GEMM path: {error}"
         )
-    _refused[index] = reason
     forget_error(index)
     warnings.warn(
-        f"hc_mix on cuda:{index}: {reason}; GEMMs serve this device from here on",
+        f"hc_mix on cuda:{index}: {reason}; from here on GEMMs serve calls of its {plan.bucket}-row bucket",
         FlashnextWarning,
         stacklevel=3,
     )
+    return reason
 
 
 def forget_error(index: int) -> None:
     """The CUDA runtime keeps the refusal for whoever asks next. torch asks after each launch of its own,
     reports it there, and it is gone."""
     with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=torch.device("cuda", index)).zero_()
+        torch.ones(1, device=torch.device("cuda", index))

@@ -59,7 +59,7 @@ class Workspaces:
         current one."""
         if not capturing:
             found = self.eager.get(stream)
-            return self._new_eager(stream) if found is None else found
+            return self._eager(stream) if found is None or len(self.spare) < SPARES // 2 else found
         number = capture_id(stream)
         with self.lock:
             found = None if number is None else self.captured.get((number, stream))
@@ -71,14 +71,17 @@ class Workspaces:
                     self.captured[number, stream] = found
             return found
 
-    def _new_eager(self, stream: int) -> Tensor:
+    def _eager(self, stream: int) -> Tensor:
+        """A stream's workspace; sees to the spare ones, so that captures find some however many there are."""
         with self.lock:
             if len(self.spare) < SPARES // 2:
                 block = torch.zeros((SPARES, self.words), dtype=torch.int64, device=self.device)
                 if self.device.type == "cuda":  # any stream may use them from here on
                     torch.cuda.current_stream(self.device).synchronize()
                 self.spare += block.unbind()
-            return self.eager.setdefault(stream, self.spare.pop())
+            if stream not in self.eager:
+                self.eager[stream] = self.spare.pop()
+            return self.eager[stream]
 
     def _take_in_capture(self) -> Tensor:
         """A spare one; else memory of the graph, which each replay then sets to zero first."""

@@ -345,10 +345,11 @@ class Communicator:
 
         All ranks meet anew: those of `group` if one is given, else at the store given at construction, where
         a restarted process comes by `from_store`. Waits for this rank's kernels; every wait in them is
-        bounded. Captured graphs stay valid. In a local world one rank's reset is that of all ranks, and does
-        nothing where no rank has failed.
+        bounded. Captured graphs stay valid. In a local world one rank's reset is that of all ranks, none of
+        which may be in a call, and does nothing where no rank has failed.
 
-        Raises RendezvousTimeout naming the ranks that do not come within meeting_s; it may be called again.
+        Raises ValueError for arguments, RendezvousTimeout naming the ranks that do not come within meeting_s;
+        it may be called again.
         """
         if not self._open:
             raise CollectiveError(f"rank {self.rank}: the communicator is closed")

@@ -87,8 +87,8 @@ class DecodeMoE:
     """One MoE block's tail on one rank.
 
     gate_weight: [H], of the shared expert's gate; None: the shared expert enters ungated. norm_weight: [H],
-    for the norm of the sum. Both of the tokens' dtype. routing_complete: see `Communicator.moe_finalize_all_reduce`; the fused
-    path's alone. eligible, reason: what the config came to.
+    for the norm of the sum; both of the tokens' dtype. routing_complete: see
+    `Communicator.moe_finalize_all_reduce`; the fused path's alone. eligible, reason: what the config came to.
 
     Raises ValueError for arguments, and where config and communicator disagree.
     """
@@ -220,7 +220,11 @@ class DecodeMoE:
         if shared is None:
             return None, None
         gate = None if self.gate_weight is None else self._gate(x, self.gate_weight)
-        return shared(x), gate
+        shared_out: Any = shared(x)
+        if not isinstance(shared_out, Tensor):  # None would leave the shared expert out
+            got = f"a {type(shared_out).__name__} from it"
+            checks.fail("DecodeMoE", "shared", got, "the shared expert's rows (T, H)")
+        return shared_out, gate
 
     def _general(
         self, x: Tensor, routed: Callable[[Tensor], Routed], shared: Callable[[Tensor], Tensor] | None

@@ -36,8 +36,8 @@ def publish(payload: Int32, epoch: Int32, address: Int64) -> None:
 
 
 def poll2(address: Int64, wanted, epoch: Int32) -> tuple:
-    """Two neighbouring words as (payload, epoch, payload, epoch); where nothing is wanted nothing is read and
-    the epoch is as expected."""
+    """Two neighbouring words as (payload, epoch, payload, epoch), each read as a whole, the two not at once;
+    where nothing is wanted nothing is read and the epoch is as expected."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b64 v, w; setp.ne.s32 p, {$r1}, 0; mov.b64 v, {{$r2}, {$r2}}; mov.b64 w, v; "
         "@p ld.relaxed.gpu.global.v2.b64 {v, w}, [{$r0}]; "

@@ -8,8 +8,8 @@ Shapes      normed [T, W] act with W = C*H, w_down [R, W], w_up [W, R], out [T, 
             (8, 16 or 32: the columns of the MMA, a kernel each), workspace int64 (mix_plan.py).
 Work        a cooperative grid of clusters. A cluster owns `down_rows` rows of w_down, and its CTAs split K; a
             CTA also owns `up_hidden` hidden elements of all C streams. All weights of a CTA fit its shared
-            memory: two warps issue every copy at the start (TMA: slabs of 128 bytes of K, each with an
-            mbarrier), so memory sees one stream of reads. A box of w_up takes the rows of all streams.
+            memory: one warp issues every copy at the start (TMA: slabs of 128 bytes of K; w_down's with an
+            mbarrier each), so memory sees one stream of reads. A box of w_up takes the rows of all streams.
             1. the CTA's part of dot(normed, w_down): weights are the M side of the MMA, rows of normed the N
                side (mix_sm90.py: mma.sync by all warps; mix_sm100.py: tcgen05.mma into tensor memory);
             2. partial sums go to the CTA of the cluster that owns the column, by st.async and an mbarrier;
@@ -24,8 +24,15 @@ Order       fixed by the shapes, the target and the bucket: slabs of K within a 
             cluster by rank; no atomics.
 Waiting     CTAs wait for each other, so all must be resident: the launch is cooperative, and fails where they
             do not fit. No two launches may use the workspace at once. It starts as zeros; every launch writes
-            all its words. Each CTA keeps the epoch, one higher every launch, in a word of its own.
-PDL         w_down and w_up are read before the dependency wait: no predecessor writes them. All else after.
+            all its words, those of rows past T too. Each CTA keeps the epoch, one higher every launch, in a
+            word of its own.
+Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
+            dependency wait, when this launch has completed: no word changes that is still polled, and a word
+            holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
+            launched with PDL and skips its own wait breaks this: the next launch may then overwrite words
+            that are still polled, and the poll never ends.
+PDL         w_down is read before the dependency wait: no predecessor writes it. All else after, w_up too,
+            which would delay what the down projection needs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ SHARED_SM = 113 * 1024
 
 CTAS = 128
 CTAS_ALONE = 120
-"""CTAs of the grid that are resident at once in clusters of eight, on every device of 132 SMs or more, by
-whether two fit an SM or one. The clusters decide: an H200 holds 30 of eight CTAs that share SMs, 15 of CTAs
-that do not."""
+"""CTAs of the grid, by whether two fit an SM or one. The clusters decide how many are resident at once: the
+H200 that was asked holds 30 of eight CTAs that share SMs, 15 of CTAs that do not. A device whose SMs lie
+otherwise may hold fewer: it refuses the launch."""
 
 
 def bucket_of(rows: int) -> int:

@@ -114,22 +114,26 @@ def test_a_refused_launch_takes_the_gemms(
         out = launch(refused)
     assert (out == reference.hc_mix(**make("hc_mix"))).float().mean() > 0.9
     assert len(tries) == 1  # the second call does not try
-    assert list(mix._refused) == [0]
 
     class On:
         type, index = "cuda", 0
 
-    class Asked:
+    class Asked(dict[str, int]):
         device = On()
 
-    assert not GRANTED.holds(Asked())  # type: ignore[arg-type]
-    assert str(GRANTED.got(Asked())).startswith("refused: ")  # type: ignore[arg-type]
+    def asked(rows: int) -> Any:
+        return Asked(T=rows, W=256, C=4, R=16)
+
+    monkeypatch.setattr(mix.targets, "target_of", lambda device: "sm_90a")
+    assert not GRANTED.holds(asked(3))
+    assert str(GRANTED.got(asked(3))).startswith("refused: ")
+    assert GRANTED.holds(asked(9))  # of another bucket, so of another grid
 
 
 def test_a_refusal_inside_a_capture_is_an_error(launch: Callable[..., Tensor]) -> None:
     with pytest.raises(RuntimeError, match=r"^hc_mix on cuda:0, inside a CUDA-graph capture: refused: "):
         launch(too_large, capturing=True)
-    assert mix._refused == {}
+    assert not any(mix._refused.values())
 
 
 def test_other_errors_pass(launch: Callable[..., Tensor]) -> None:
@@ -138,7 +142,29 @@ def test_other_errors_pass(launch: Callable[..., Tensor]) -> None:
 
     with pytest.raises(RuntimeError, match=r"^CUDA error 700$"):
         launch(broken)
-    assert mix._refused == {}
+    assert not any(mix._refused.values())
+
+
+def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
+    """CTAs that ended counted it, others did not: the next launch starts from zeros."""
+    found: list[bool] = []
+
+    def kernel(*args: Any) -> None:
+        found.append(bool(args[-1].any()))
+        args[-1].fill_(7)
+        if len(found) == 1:
+            raise KeyboardInterrupt
+
+    call, plan = make("hc_mix"), mix_plan.plan(64, 4, 16, 8, "sm_90a")
+    assert isinstance(plan, mix_plan.MixPlan)
+    function = mix.launcher(kernel, plan)
+    arguments = call["normed"], call["w_down"], call["w_up"], torch.empty_like(call["normed"][:, :64]), 4
+    with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+        function(*arguments)
+    for _ in range(2):
+        function(*arguments)
+    assert found == [False, False, True]
+    workspace.workspaces(CPU, plan, plan.workspace_words).of(0, False).zero_()
 
 
 def test_the_kernel_gets_a_workspace_of_its_stream(launch: Callable[..., Tensor]) -> None:
@@ -176,6 +202,8 @@ def test_a_capture_that_finds_no_spare_or_number(monkeypatch: pytest.MonkeyPatch
     taken = [spaces.of(1, True) for _ in range(SPARES)]
     assert spaces.spare == []
     assert len({t.data_ptr() for t in [*found, *taken]}) == 3 + SPARES
+    spaces.of(1, False)  # as before a capture: there are some again
+    assert len(spaces.spare) == SPARES
 
 
 def test_capture_id_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

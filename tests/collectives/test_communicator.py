@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import HashStore
 
-from collectives import launch
+from collectives import communicator, launch
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.launch import FORMS, Form, Plain
 from cute_kernels.moe import config
 from tests.collectives.virtual import PLACES, World, draw, moe_inputs, rank_sum, same_bits, world
@@ -33,6 +36,11 @@ place = pytest.mark.parametrize("place", PLACES)
         (2, {"timeout_s": 0}, r"timeout_s: got 0, allowed a number above 0"),
         (2, {"timeout_s": float("inf")}, r"timeout_s: got inf, allowed a finite number"),
         (2, {"timeout_s": "1"}, r"timeout_s: got '1'"),
+        (2, {"timeout_s": 1e12}, r"timeout_s: got 1000000000000.0, allowed a number above 0, at most 1e\+09"),
+        (2, {"hidden": 32768, "top_k": 28}, r"top_k: got 28, allowed at most 27 with hidden = 32768"),
+        (2, {"forms": None}, r"forms: got None, allowed a sequence of Form"),
+        (2, {"forms": ("gated",)}, r"forms: got \('gated',\), allowed a sequence of Form"),
+        (2.0, {}, r"world size: got 2.0, allowed 2, 4, 8"),
     ],
 )
 def test_sizes_are_checked(n: int, change: dict[str, Any], message: str) -> None:
@@ -40,14 +48,55 @@ def test_sizes_are_checked(n: int, change: dict[str, Any], message: str) -> None
         Communicator.local_world(n, "cpu", **{**GOOD, **change})
 
 
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="device: got meta, allowed cpu or cuda"):
-        Communicator.local_world(2, "meta", **GOOD)
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("meta", "device: got meta, allowed cpu or cuda"),
+        ("bogus", "device: got 'bogus', allowed cpu or cuda"),
+        ("cuda:99", "device: got cuda:99, allowed one of this process's .* CUDA devices, or cpu"),
+    ],
+)
+def test_other_devices_are_refused(device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Communicator.local_world(2, device, **GOOD)
+
+
+def test_the_cpu_has_no_index() -> None:
+    comm = Communicator.local_world(2, "cpu:0", **GOOD)[0]
+    assert comm.all_reduce(torch.empty(0, 2560).bfloat16()).shape == (0, 2560)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2}, "rank: got 2, allowed an integer from 0 to 1"),
+        ({"rank": "0"}, "rank: got '0'"),
+        ({"world_size": 3}, "world size: got 3"),
+        ({"hidden": 12}, "hidden: got 12"),
+        ({"meeting_s": float("nan")}, "meeting_s: got nan, allowed a finite number"),
+        ({"meeting_s": -1}, "meeting_s: got -1, allowed a number above 0"),
+        ({"store": None}, "store: got None, allowed a torch.distributed store"),
+        ({"device": "meta"}, "device: got meta"),
+    ],
+)
+def test_arguments_are_checked_before_ranks_meet(change: dict[str, Any], message: str) -> None:
+    store = HashStore()
+    given = {"store": store, "rank": 0, "world_size": 2, "meeting_s": 5.0, **GOOD, **change}
+    with pytest.raises(ValueError, match=f"Communicator: {message}"):
+        Communicator.from_store(**given)
+    assert store.num_keys() == 0
 
 
 def test_loopback_is_for_gpus() -> None:
     with pytest.raises(ValueError, match="device: got cpu, allowed a CUDA device"):
         Communicator.loopback(4, "cpu", **GOOD)
+
+
+def shrunk(x: Tensor) -> Tensor:
+    """A copy whose storage was cut under it."""
+    copy = x.clone()
+    copy.untyped_storage().resize_(16)
+    return copy
 
 
 def refused(call: Any, message: str, w: World) -> None:
@@ -71,6 +120,9 @@ def test_arguments_of_the_plain_sum(place: str) -> None:
         (x.to("meta"), r"x: got device meta"),
         (x.expand(2, 3, 2560)[:, 0], r"x: got strides"),
         (base[1 : 1 + 2560].view(1, 2560), r"x: got an address 2 bytes past a multiple of 16"),
+        (x.to_sparse(), r"x: got layout torch.sparse_coo, allowed a dense torch.Tensor"),
+        (torch._neg_view(x), r"x: got a view that its memory does not hold"),
+        (shrunk(x), r"x: got a storage of 16 bytes, allowed one that holds the tensor's 15360"),
     ):
         refused(lambda bad=bad: comm.all_reduce(bad), message, w)
     for out, message in (
@@ -84,6 +136,8 @@ def test_arguments_of_the_plain_sum(place: str) -> None:
         source = base[8 : 8 + 3 * 2560].view(3, 2560) if "overlaps" in message else x
         refused(lambda out=out, source=source: comm.all_reduce(source, out=out), message, w)
     refused(lambda: comm.all_reduce(x, norm_weight=x), r"norm_weight: got shape", w)
+    refused(lambda: comm.all_reduce(x, eps=[1.0]), r"eps: got \[1.0\], allowed a finite number", w)
+    refused(lambda: comm.all_reduce(x, eps=torch.ones(())), r"eps: got a Tensor, allowed a finite number", w)
     refused(lambda: comm.all_reduce(x, eps=-1.0), r"eps: got -1.0, allowed a finite number of at least 0", w)
 
 
@@ -131,6 +185,51 @@ def test_an_accepted_call_is_known_by_its_tensors_traits(place: str) -> None:
     refused(lambda: comm.all_reduce(x[0].view(2, 5120)), r"x: got shape \(2, 5120\)", w)
     refused(lambda: comm.all_reduce(x[0].view(torch.int16)), r"x: got dtype torch.int16", w)
     refused(lambda: comm.all_reduce(x[0].view(2560, 4).t()), r"x: got strides \(1, 4\)", w)
+    refused(lambda: comm.all_reduce(torch._neg_view(x[0])), r"x: got a view that its memory does not", w)
+
+
+@place
+def test_autograd_takes_no_part(place: str) -> None:
+    """A parameter as a weight, a leaf as `out`: taken as their values, also where gradients are recorded."""
+    w = world(4, place)
+    x = w.put([torch.full((1, 2560), 2.0).bfloat16() for _ in range(4)])
+    gain = [torch.nn.Parameter(g) for g in w.put([torch.ones(2560).bfloat16()] * 4)]
+    outs = [torch.nn.Parameter(torch.zeros_like(one)) for one in x]
+    w.run(lambda comm: comm.all_reduce(x[comm.rank], out=outs[comm.rank], norm_weight=gain[comm.rank]))
+    assert all(out.is_leaf and bool((out == 1).all()) for out in outs)
+
+
+def test_pieces_are_copied_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `routing_complete` a kernel reads its routing while its predecessor, a copy say, may still run."""
+    w = World(2, "cpu", max_tokens=3, hidden=64, top_k=3)
+    events: list[str] = []
+    for name, owner in (("_aligned", communicator), ("fused", w.ranks[0].engine)):
+        real = getattr(owner, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name) -> Any:
+            result = real(*args)
+            if name == "fused" or result is not args[0]:
+                events.append(name)
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+    try:
+        inputs = w.put([torch.ones(8, 64).bfloat16(), torch.zeros(15).int(), torch.ones(5, 3)])
+        w.run(lambda comm: comm.moe_finalize_all_reduce(*inputs, routing_complete=True))
+        copies = [at for at, name in enumerate(events) if name == "_aligned"]
+        assert copies  # 3 rows of 3 slots end between multiples of 16 bytes
+        assert max(copies) < events.index("fused")
+    finally:
+        w.ranks[0].close()
+
+
+def test_a_call_of_many_rounds_waits_once_for_a_rank_that_is_gone() -> None:
+    w = World(2, "cpu", max_tokens=1, timeout_s=0.2)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match="rank 1 did not arrive in round 0"):
+        w.ranks[0].all_reduce(torch.ones(8, 2560).bfloat16())
+    assert time.monotonic() - start < 0.8  # not 8 times the bound
+    assert w.full_words() == 2 * 1280  # the first round's push, and no other
 
 
 @place
@@ -212,4 +311,5 @@ class TestForms:
     def test_sizes_without_a_kernel_have_no_variants(self) -> None:
         assert list(launch.variants("sm_90a", 2564, 10, Form())) == []
         assert list(launch.variants("sm_90a", 2560, 33, Form())) == []
+        assert list(launch.variants("sm_90a", 32768, 28, Form())) == []
         assert not any(p["norm"] for _, _, p in launch.variants("sm_90a", 8192, 10, Form()))

@@ -138,18 +138,74 @@ def test_either_path_gives_the_same_bits(
 
 
 @place
-def test_fp16_gets_the_general_path(place: str) -> None:
-    """No operator finalizes fp16; the ranks' own sum does the rest."""
+@pytest.mark.parametrize("shared", ["gated", "plain", "none"])
+def test_fp16_gets_the_general_path(place: str, shared: str) -> None:
+    """No operator finalizes fp16: the reference does, and the ranks' own sum the rest."""
     w, random = world(4, place), torch.Generator().manual_seed(6)
-    x = [draw("normal", (1, HIDDEN), random).half() for _ in range(4)]
-    there = w.put(x)
-    moes = [DecodeMoE(comm, ELIGIBLE) for comm in w.ranks]
-    assert moes[0].takes(there[0]).startswith("dtype")
-    results = w.run(lambda comm: comm.all_reduce(there[comm.rank]))
-    total = torch.zeros(1, HIDDEN)
-    for part in x:
-        total = total + part.float()
-    assert all(torch.equal(r, total.half()) for r in results)
+    x = w.put([draw("normal", (2, HIDDEN), random).half()])[0]
+    gate_weight = w.put([draw("normal", (HIDDEN,), random).half() * 0.02])[0] if shared == "gated" else None
+    inputs = [moe_inputs(2, Form("fp32", "none"), random) for _ in range(4)]
+    rows = [one[0].half() for one in inputs]
+    branch = [draw("normal", (2, HIDDEN), random).half() for _ in range(4)]
+    there, rows_there, branch_there = w.put(inputs), w.put(rows), w.put(branch)
+    moes = [DecodeMoE(comm, ELIGIBLE, gate_weight=gate_weight) for comm in w.ranks]
+    assert moes[0].takes(x[:1]).startswith("dtype")
+    results = w.run(
+        lambda comm: moes[comm.rank](
+            x,
+            lambda _: (rows_there[comm.rank], *there[comm.rank][1:3]),
+            None if shared == "none" else lambda _: branch_there[comm.rank],
+        )
+    )
+    gate = torch.sigmoid(x.float() @ gate_weight.float()).cpu() if gate_weight is not None else None
+    total = torch.zeros(2, HIDDEN, dtype=torch.float64)
+    for one, expert_out, extra in zip(inputs, rows, branch, strict=True):
+        for t in range(2):
+            slots = [int(i) for i in one[1][t * 10 : t * 10 + 10]]
+            kept = [k for k, i in enumerate(slots) if 0 <= i < len(expert_out)]
+            total[t] += sum(expert_out[slots[k]].double() * one[2][t, k].double() for k in kept)
+        if shared != "none":
+            total += extra.double() * (1.0 if gate is None else gate[:, None].double())
+    assert all(torch.equal(r, results[0]) and r.dtype is torch.float16 for r in results)
+    assert torch.allclose(results[0].double(), total, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_weight": torch.ones(1, HIDDEN).bfloat16()}, r"gate_weight: got shape \(1, 2560\)"),
+        ({"norm_weight": torch.ones(HIDDEN)}, "norm_weight: got dtype torch.float32"),
+        ({"eps": -1.0}, "eps: got -1.0"),
+        ({"weight_offset": None}, "weight_offset: got None"),
+        ({"routing_complete": 1}, "routing_complete: got 1, allowed True or False"),
+    ],
+)
+def test_arguments_of_the_block_are_checked_at_construction(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"DecodeMoE: {message}"):
+        DecodeMoE(world(4, "cpu").ranks[0], ELIGIBLE, **change)
+
+
+@place
+def test_arguments_of_a_call_are_checked(place: str) -> None:
+    w = world(4, place)
+    moe, good = DecodeMoE(w.ranks[0], ELIGIBLE), w.put(moe_inputs(1, Form(), torch.Generator()))
+    x = w.put([torch.zeros(2, HIDDEN).bfloat16()])[0]
+    before = w.rounds(0, "moe"), w.rounds(0, "plain")
+    for call, message in (
+        (lambda: moe(None, lambda _: good[:3]), "x: got None"),
+        (lambda: moe(x[0], lambda _: good[:3]), r"x: got torch.bfloat16 \(2560,\)"),
+        (lambda: moe(x.float(), lambda _: good[:3]), "x: got torch.float32"),
+        (lambda: moe(x[:, :8], lambda _: good[:3]), r"x: got torch.bfloat16 \(2, 8\)"),
+        (lambda: moe(x, lambda _: good[:3]), r"routed: got expert_weights of shape \(1, 10\) from it"),
+        (lambda: moe(x[:1], lambda _: good[0]), "routed: got a Tensor from it"),
+        (lambda: moe(x[:1], None), "routed: got None"),
+        (lambda: moe(x[:1], lambda _: good[:3], x), "shared: got "),
+        (lambda: moe(x[:1], lambda _: good[:3], lambda _: None), "shared: got a NoneType from it"),
+        (lambda: moe(x[:1].half(), lambda _: good[:3]), "expert_out: got dtype torch.bfloat16, allowed"),
+    ):
+        with pytest.raises(ValueError, match=f"DecodeMoE: {message}"):
+            call()
+    assert (w.rounds(0, "moe"), w.rounds(0, "plain")) == before
 
 
 @place

@@ -438,7 +438,7 @@ class TestUnderTorchrun:
         script.write_text(example)
         output = torchrun(str(script), environment={"CUDA_VISIBLE_DEVICES": ""})
         assert output.count("transport shm (asked for: auto)") == 4
-        assert output.count(" 10.0\n") == 4
+        assert output.count("10.0") == 4  # the processes' lines may mix
 
     @pytest.mark.gpu
     def test_one_gpu(self) -> None:

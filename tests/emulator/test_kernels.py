@@ -102,6 +102,14 @@ def test_the_backend_says_what_it_serves() -> None:
             )
 
 
+def test_options_are_lists_too() -> None:
+    with emulated.options(checks=["race", "bounds"]):
+        first = emulated.device()
+    with emulated.options(checks=("race", "bounds")):
+        assert emulated.device() is first
+    assert emulated.device() is not first
+
+
 def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHNEXT_TARGET", "sm_80")
     with bindings.backend("emulator"), pytest.raises(InvalidArgument, match="FLASHNEXT_TARGET: got 'sm_80'"):
