@@ -362,7 +362,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command-line options."""
     defaults = protocol.Settings()
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.bench", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.bench", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument(
         "--ops", type=_ops, default=tuple(cases.CASES), help=f"of {', '.join(cases.CASES)} (all)"

@@ -169,7 +169,7 @@ def hosts(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what changed; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.compare", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.compare", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("old", type=Path, metavar="OLD.json")
     parser.add_argument("new", type=Path, metavar="NEW.json")

@@ -293,7 +293,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Command-line options."""
     defaults, whole = protocol.Settings(), Shape()
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.decode_step", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.decode_step", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--layers", type=int, default=whole.layers, help=f"layers ({whole.layers})")
     parser.add_argument(

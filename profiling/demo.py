@@ -202,9 +202,16 @@ def emulated_layers(options: argparse.Namespace) -> list[str]:
 
 
 def emulates(options: argparse.Namespace) -> bool:
-    """Whether a plain `make demo` shows the kernels too: without a GPU, where the compilers are there."""
+    """Whether a plain `make demo` shows the kernels too: without a GPU, where the compilers are there. Where
+    one is missing, says so."""
     plain = options.device == "cpu" and options.layers is None and options.backend is None
-    return plain and selected().backend == "auto" and compiler.available() and link.compiler() is not None
+    if not plain or selected().backend != "auto":
+        return False
+    missing = [] if compiler.available() else ["nvidia-cutlass-dsl"]
+    missing += [] if link.compiler() else ["a C compiler (CC, else cc, gcc or clang)"]
+    if missing:
+        print(f"no layer runs through the emulated kernels: that needs {' and '.join(missing)}")
+    return not missing
 
 
 def run(options: argparse.Namespace) -> int:
@@ -283,7 +290,7 @@ def run(options: argparse.Namespace) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command-line options, with the defaults that depend on the device."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.demo", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.demo", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--layers", type=int, help=f"layers (48 on a GPU, {LAYERS_ON_CPU} on a CPU)")
     parser.add_argument("--tokens", type=int, default=1, help="rows of the step (1)")

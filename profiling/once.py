@@ -40,7 +40,7 @@ def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Makes the calls; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.once", description=(__doc__ or "").split("\n")[0]
+        prog="python -m profiling.once", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)} (all)")
     parser.add_argument("--rows", type=int, default=1, help="rows of every call (1)")

@@ -58,7 +58,7 @@ def draw(results: data.Results, folder: Path) -> list[page.Picture]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.report", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.report", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR", help="folder for the report")

@@ -81,7 +81,7 @@ def write(path: Path, found: Table) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compares or updates; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.resources", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.resources", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("reports", type=Path, metavar="REPORTS.json")
     parser.add_argument("--update", action="store_true", help="take the reports over into the committed file")

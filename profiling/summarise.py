@@ -298,7 +298,7 @@ def _demo_lines(demo: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.summarise", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.summarise", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("folder", type=Path, metavar="LOGDIR")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")

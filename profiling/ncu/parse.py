@@ -185,7 +185,7 @@ def table(kernels: Sequence[Kernel]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the kernels of CSV files; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiling.ncu.parse", description=(__doc__ or "").splitlines()[0]
+        prog="python -m profiling.ncu.parse", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("tables", type=Path, nargs="+", metavar="CSV")
     options = parser.parse_args(arguments)

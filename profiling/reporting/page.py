@@ -89,12 +89,12 @@ def tiles(results: data.Results) -> str:
     for ratio, judgement in best[:2]:
         if ratio > 1 + (judgement["noise"] or 0):
             made.append(
-                (f"{ratio:.2f}\u00d7", f"{judgement['op']}, one row, as fast as {judgement['against']}")
+                (f"{ratio:.2f}\u00d7", f"as fast as {judgement['against']}: {judgement['op']}, one row")
             )
     counted = [j for j in judged if j["verdict"] in ("PASS", "FAIL")]
     if counted:
         passed = sum(j["verdict"] == "PASS" for j in counted)
-        made.append((f"{passed} of {len(counted)}", "of what is asked of the kernels is met in this run"))
+        made.append((f"{passed} of {len(counted)}", "of what is asked of the kernels is met in these runs"))
     items = "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in made)
     return f'<div class="tiles">{items}</div>' if made else ""
 

@@ -437,8 +437,8 @@ class TestUnderTorchrun:
         script = tmp_path / "sum.py"
         script.write_text(example)
         output = torchrun(str(script), environment={"CUDA_VISIBLE_DEVICES": ""})
-        assert output.count("transport shm (asked for: auto)") == 4
-        assert output.count("10.0") == 4  # the processes' lines may mix
+        assert output.count("transport shm (asked for: auto)") == 1
+        assert output.count("10.0") == 1
 
     @pytest.mark.gpu
     def test_one_gpu(self) -> None:

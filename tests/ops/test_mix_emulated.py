@@ -6,13 +6,18 @@ import pytest
 import torch
 
 import bindings
-from bindings import emulated, ops, targets
+from bindings import emulated, link, ops, targets
 from cute_kernels.hyper import mix_plan
 from emulator.counters import Counters
 from tests.draw import Draw, Inputs, mix
 from tests.harness import judge
 
-pytestmark = pytest.mark.cpu
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(
+        link.compiler() is None, reason="needs a C compiler, which the emulator is built with"
+    ),
+]
 
 SMALL = dict(H=64, C=4, R=32)
 MODEL = dict(H=2560, C=4, R=320)
