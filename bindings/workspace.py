@@ -4,6 +4,10 @@ A workspace starts as zeros and must never serve two launches at once. So each s
 eager calls take in turn, and each CUDA-graph capture its own for every stream that it captures: two graphs
 may be replayed at once, and beside eager calls. One that a graph uses is never given to anything else, since
 nothing says when the graph is gone.
+
+Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another), and
+streams behind one handle (the per-thread default stream; a handle used again while the work of the destroyed
+stream runs).
 """
 
 from __future__ import annotations
