@@ -14,9 +14,7 @@ from tests.harness import judge
 
 pytestmark = [
     pytest.mark.cpu,
-    pytest.mark.skipif(
-        link.compiler() is None, reason="needs a C compiler, which the emulator is built with"
-    ),
+    pytest.mark.skipif(link.compiler() is None, reason="needs a C compiler, for the emulator"),
 ]
 
 SMALL = dict(H=64, C=4, R=32)
