@@ -5,9 +5,9 @@ eager calls take in turn, and each CUDA-graph capture its own for every stream t
 may be replayed at once, and beside eager calls. One that a graph uses is never given to anything else, since
 nothing says when the graph is gone.
 
-Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another), and
-streams behind one handle (the per-thread default stream; a handle used again while the work of the destroyed
-stream runs).
+Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another),
+and streams behind one handle (the per-thread default stream; a handle used again while the work of the
+destroyed stream runs).
 """
 
 from __future__ import annotations
