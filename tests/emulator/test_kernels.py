@@ -59,8 +59,8 @@ def test_the_whole_table(target: str, op: str) -> None:
         for shifted in (False, True):
             try:
                 check(case, target, shifted)
-            except BackendUnavailable:  # more rows than the kernel takes: GEMMs serve those
-                assert op == "hc_mix"
+            except BackendUnavailable:  # outside the guards GEMMs serve, or two kernels
+                assert op in ("hc_mix", "hc_boundary")
             except Exception as error:
                 failed.append(f"{case.id}{' shifted' if shifted else ''}: {error}")
     assert not failed, "\n".join(failed)
