@@ -229,12 +229,12 @@ class Communicator:
         chosen = select(transport, device_of(device), rendezvous, timeout_s=meeting_s)
         heap = SymmetricHeap(chosen.transport, rendezvous, timeout_s=meeting_s)
         try:
+            start = Start.of(heap.device, layout, top_k)
+            sharing = start.agree(rendezvous, meeting_s)  # sizes of one product too differ before any mapping
             buffers = {
                 name: heap.allocate(layout.nbytes, name, torch.bfloat16, layout.slot_bytes)
                 for name in CHANNELS
             }
-            start = Start.of(heap.device, layout, top_k)
-            sharing = start.agree(rendezvous, meeting_s)
             engine = make_engine(
                 layout, rendezvous.rank, top_k, heap.device, buffers, timeout_s, sharing, forms, provider
             )

@@ -39,7 +39,7 @@ LOADED = "the loading of a communicator's kernels"
 
 @dataclass(frozen=True)
 class Start:
-    """What ranks compare before the first round. place: the same for ranks on one device."""
+    """What ranks compare before anything is allocated. place: the same for ranks on one device."""
 
     place: tuple[Any, ...]
     hidden: int
@@ -93,9 +93,9 @@ class Meeting:
                 f"{heap.transport.name}, on which this rank's memory is: restart every rank"
             )
         chosen.transport.close()
+        self.start.agree(rendezvous, meeting_s)
         heap.timeout_s = meeting_s
         heap.rejoin(rendezvous)
-        self.start.agree(rendezvous, meeting_s)
         self.rendezvous, self.explanation = rendezvous, chosen.explain()
         return rendezvous
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from collectives.heap import SymmetricHeap
 from collectives.rendezvous import ThreadRendezvous
 from collectives.transports.base import Transport
+from tests.collectives.processes import CPU, GPUS, World
 
 HERE = Path(__file__).parent
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -33,6 +36,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in set(out)]
+
+
+def free_device_memory() -> int:
+    """Bytes free on the current GPU once its work is done; for tests that compare this to the byte, so that
+    they skip beside the other workers of pytest-xdist, whose allocations are on the same GPU."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("counts the free bytes of a GPU that other workers use: runs without -n")
+    torch.cuda.synchronize()
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def in_threads(n: int, of_rank: Callable[[int], Any]) -> list[Any]:
@@ -65,3 +77,16 @@ def in_heaps(
     return in_threads(
         n, lambda rank: of_heap(SymmetricHeap(transport(), meetings[rank], timeout_s=timeout_s))
     )
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=CPU + GPUS)
+def world(request: pytest.FixtureRequest, group: None) -> World:
+    return World(*request.param)

@@ -78,10 +78,13 @@ class Rank:
 
 
 class Ranks:
-    """A world, and the store where it meets, which is the test's own process's."""
+    """A world, and the store where it meets, which is the test's own process's. device: "cpu", "cuda:0" for
+    all ranks, or "cuda" for a GPU a rank. The rank to kill is never 0."""
 
     def __init__(self, world_size: int, device: str):
         self.world_size, self.device = world_size, device
+        self.victim = world_size // 2
+        self.survivors = [rank for rank in range(world_size) if rank != self.victim]
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ever: list[Rank] = []
         self.of: dict[int, Rank] = {}
@@ -89,10 +92,14 @@ class Ranks:
     def start(self, *ranks: int) -> None:
         """Starts processes for these ranks, in place of dead ones."""
         for rank in ranks:
-            self.of[rank] = Rank(rank, self.world_size, self.server.port, self.device)
+            self.of[rank] = Rank(rank, self.world_size, self.server.port, self.device_of(rank))
             self._ever.append(self.of[rank])
         for rank in ranks:
             assert self.of[rank].answer() == dict(ready=True)
+
+    def device_of(self, rank: int) -> str:
+        """Where a rank runs."""
+        return f"cuda:{rank}" if self.device == "cuda" else self.device
 
     def all(self, do: str, *, but: tuple[int, ...] = (), **arguments: Any) -> dict[int, dict[str, Any]]:
         """A command to all ranks at once, and their answers."""

@@ -1,8 +1,8 @@
-"""Four ranks, four processes: the tests that torchrun runs in each of them, and tests that start torchrun.
+"""Four ranks, four processes: tests that torchrun runs in each of them, and tests that start torchrun.
 
-    torchrun --nproc-per-node 4 -m pytest tests/collectives            CPU: gloo, shared memory, the host
-    protocol torchrun --nproc-per-node 4 -m pytest tests/collectives -m gpu     one GPU or several: CUDA IPC,
-    the kernels
+    torchrun --nproc-per-node 4 -m pytest tests/collectives                 CPU: gloo, shared memory, host
+    torchrun --nproc-per-node 4 -m pytest tests/collectives -m gpu          GPUs, shared if need be: CUDA IPC
+    torchrun --nproc-per-node 4 -m pytest tests/collectives -m multi_gpu    a GPU a rank: CUDA IPC, NVSHMEM
 
 Ranks run the same tests in the same order; what a test needs of the others it gathers over gloo.
 """
@@ -31,30 +31,14 @@ from torch import Tensor
 from bindings import ops
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveTimeout, CommunicatorPoisoned, SymmetricMismatch
-from collectives.launch import Form
 from collectives.transports import shm
-from tests.collectives.conftest import UNDER_TORCHRUN
+from tests.collectives.conftest import UNDER_TORCHRUN, free_device_memory
+from tests.collectives.processes import BF16, FP32, GPUS, HIDDEN, TOP_K, World, rank_sum
 from tests.draw import Draw, finalize
 from tests.golden import inputs as golden_inputs
-from tests.harness import assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, TOKENS, TOP_K = 2560, 32, 10
-BF16, FP32 = torch.bfloat16, torch.float32
-
 ranked = pytest.mark.torchrun
-
-FORMS = [
-    Form(w, s, n)
-    for w, s, n in [
-        ("bf16", "gated", False),
-        ("fp32", "gated", False),
-        ("fp32", "plain", False),
-        ("fp32", "none", False),
-        ("bf16", "plain", False),
-        ("fp32", "gated", True),
-    ]
-]
 
 CASES: dict[str, dict[str, Any]] = {
     "one-token": dict(T=1, weight_dtype=BF16),
@@ -72,85 +56,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class World:
-    """This process among the ranks."""
-
-    def __init__(self, device: str):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if device == "cuda":
-            device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-            torch.cuda.set_device(device)
-        self.device = device
-        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-    def open(self, name: str, **changed: Any) -> Communicator:
-        arguments: dict[str, Any] = dict(
-            hidden=HIDDEN,
-            max_tokens=TOKENS,
-            top_k=TOP_K,
-            device=self.device,
-            store=self.store,
-            name=f"{name} {self.device[:4]}",
-            forms=FORMS,
-            timeout_s=20.0,
-        )
-        return Communicator.from_process_group(**(arguments | changed))
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def put(self, value: Tensor) -> Tensor:
-        return value.to(self.device)
-
-    def settle(self, comm: Communicator) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
-        comm.check()
-
-    def same_everywhere(self, result: Tensor, expected: Tensor, what: str) -> None:
-        """This rank's bits are the expected ones, every rank's are this rank's."""
-        words = result.cpu().contiguous().view(torch.int16).numpy()
-        everyone = self.gather(words.tobytes())
-        assert_same_bits(result.cpu(), expected.cpu(), what)
-        assert all(one == everyone[0] for one in everyone), what
-
-
-@pytest.fixture(scope="session")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo")
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-DEVICES = [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def world(request: pytest.FixtureRequest, group: None) -> World:
-    return World(request.param)
-
-
 @pytest.fixture(scope="module")
 def comm(world: World) -> Iterator[Communicator]:
     with world.open("shared") as communicator:
         yield communicator
 
 
-def rank_sum(terms: list[Tensor]) -> Tensor:
-    """The contract's sum: in rank order, in fp32 from +0.0, rounded once."""
-    total = torch.zeros(terms[0].shape, device=terms[0].device)
-    for term in terms:
-        total = total + term.float()
-    return total.to(terms[0].dtype)
-
-
 @ranked
 def test_the_transport_is_chosen_and_explained(world: World, comm: Communicator) -> None:
-    name = "shm" if world.device == "cpu" else "cuda_ipc"
-    assert f"transport {name} (asked for: auto)" in comm.explain()
+    name = world.transport
+    if name == "auto":
+        name = "shm" if world.device == "cpu" else "cuda_ipc"
+    assert f"transport {name} (asked for: {world.transport})" in comm.explain()
     assert (comm.rank, comm.world_size) == (world.rank, world.size)
 
 
@@ -252,11 +169,10 @@ def test_a_thousand_rounds_with_skew(world: World, comm: Communicator) -> None:
 
 
 @ranked
-@pytest.mark.gpu
-def test_captured_graphs_replay(group: None) -> None:
+@pytest.mark.parametrize("world", GPUS, indirect=True)
+def test_captured_graphs_replay(world: World) -> None:
     """A graph of both operators on every rank: 1,000 replays with changed inputs, eager calls in between,
     and replays on another stream than the capture's."""
-    world = World("cuda")
     with world.open("graph") as comm:
         inputs = [
             [
@@ -329,12 +245,13 @@ def test_both_operators_may_be_under_way_at_once(world: World, comm: Communicato
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (dict(hidden=1280), "nbytes: rank 1 "),
-        (dict(max_tokens=8), "nbytes: rank 1 "),
+        (dict(hidden=1280), "hidden: rank 1 1280, the rest 2560"),
+        (dict(max_tokens=8), "max_tokens: rank 1 8, the rest 32"),
+        (dict(hidden=5120, max_tokens=16), "hidden: rank 1 5120, the rest 2560"),
         (dict(top_k=4), "top_k: rank 1 4, the rest 10"),
-        (dict(transport="pigeon"), "requested: rank 1 'pigeon', the rest 'auto'"),
+        (dict(transport="pigeon"), "requested: rank 1 'pigeon', the rest "),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_rank_that_asks_for_something_else(world: World, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(SymmetricMismatch) as caught:
@@ -347,6 +264,8 @@ def test_a_rank_that_asks_for_something_else(world: World, changed: dict[str, An
 @pytest.mark.parametrize("means", ["store", "group"])
 def test_a_rank_that_skips_a_round(world: World, means: str) -> None:
     """The others' waits expire and name it, calls are refused, and after a reset rounds are good."""
+    if world.transport == "nvshmem":
+        pytest.skip("NVSHMEM's set of processes is fixed: it has no reset")
     timeout_s, absent = 3.0 if world.device == "cpu" else 1.0, world.size - 1
     with world.open(f"skip by {means}", forms=(), timeout_s=timeout_s) as comm:
         x = [Draw(f"skip {r}").uniform(2, HIDDEN, dtype=BF16) for r in range(world.size)]
@@ -374,12 +293,12 @@ def test_a_rank_that_skips_a_round(world: World, means: str) -> None:
 def test_nothing_stays_behind(world: World) -> None:
     def held() -> tuple[object, ...]:
         gc.collect()  # what earlier tests' exceptions still hold
-        if world.device != "cpu":
-            torch.cuda.synchronize()
         maps = Path("/proc/self/maps").read_text().count("flashnext")
         mine = [p.name for p in shm.DIRECTORY.glob("flashnext-*") if f"-{os.getpid()}-" in p.name]
+        if world.device != "cpu":
+            torch.cuda.synchronize()
         dist.barrier()  # all are done with what they had
-        free = 0 if world.device == "cpu" else torch.cuda.mem_get_info()[0]
+        free = 0 if world.device == "cpu" else free_device_memory()
         dist.barrier()
         return maps, mine, len(os.listdir("/proc/self/fd")), free
 
@@ -454,11 +373,13 @@ def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[
     """Starts CUDA's multi-process service and says how to reach it."""
     names = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
     environment = {name: str(tmp_path_factory.mktemp("mps")) for name in names}
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # the service sees these alone, and its clients number them anew
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
 
     def control(*arguments: str, said: str = "") -> int:
         done = subprocess.run(
             ["nvidia-cuda-mps-control", *arguments],
-            env={**os.environ, **environment},
+            env={**os.environ, **{name: environment[name] for name in names}},
             input=said,
             text=True,
             stdout=subprocess.DEVNULL,  # the service would keep a pipe of ours open

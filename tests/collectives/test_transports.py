@@ -25,7 +25,7 @@ from collectives.transports import cuda_ipc, nvshmem, select, shm
 from collectives.transports.cuda_ipc import CudaIpcTransport
 from collectives.transports.nvshmem import NvshmemTransport
 from collectives.transports.shm import ShmTransport, sweep
-from tests.collectives.conftest import in_heaps, in_threads
+from tests.collectives.conftest import free_device_memory, in_heaps, in_threads
 
 
 def names(pid: int | None = None) -> list[str]:
@@ -154,24 +154,20 @@ class TestShm:
 @pytest.mark.gpu
 class TestCudaIpc:
     def test_memory_is_its_own_and_comes_back(self) -> None:
-        def free() -> int:
-            torch.cuda.synchronize()
-            return int(torch.cuda.mem_get_info()[0])
-
         torch.zeros(1, device="cuda")
-        cached, before = torch.cuda.memory_reserved(), free()
+        cached, before = torch.cuda.memory_reserved(), free_device_memory()
         size = 64 << 20
         segment = CudaIpcTransport("cuda:0").allocate(size, "x", None)
         assert torch.cuda.memory_reserved() == cached
-        assert before - free() >= size
+        assert before - free_device_memory() >= size
         assert segment.local.data_ptr() % cuda_ipc.PAGE == 0
         segment.free()
         segment.free()
-        assert free() == before
+        assert free_device_memory() == before
         segment = CudaIpcTransport("cuda:0").allocate(size, "x", None)
         del segment
         gc.collect()
-        assert free() == before
+        assert free_device_memory() == before
 
     def test_too_much_memory_is_an_error_of_the_package(self) -> None:
         with pytest.raises(CollectiveError, match=r"cudaMalloc of \d+ bytes: cudaErrorMemoryAllocation"):

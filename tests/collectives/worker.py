@@ -25,7 +25,7 @@ from collectives.rendezvous import StoreRendezvous
 from tests.draw import Draw
 
 HIDDEN, TOKENS, TOP_K = 256, 4, 2
-TIMEOUT_S = {"cpu": 4.0, "cuda:0": 1.5}  # a busy machine runs four processes on its cores by turns
+TIMEOUT_S = {"cpu": 4.0, "cuda": 1.5}  # a busy machine runs four processes on its cores by turns
 FORM = Form("fp32", "gated")
 
 
@@ -50,6 +50,8 @@ class Worker:
 
     def __init__(self, rank: int, world_size: int, port: int, device: str):
         self.rank, self.world_size, self.device = rank, world_size, device
+        if device != "cpu":
+            torch.cuda.set_device(device)
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
         self.comm: Communicator | None = None
         self.i = 0
@@ -60,7 +62,7 @@ class Worker:
             hidden=HIDDEN,
             max_tokens=TOKENS,
             top_k=TOP_K,
-            timeout_s=TIMEOUT_S[self.device],
+            timeout_s=TIMEOUT_S[self.device.split(":")[0]],
             device=self.device,
             forms=(FORM,),
         )
@@ -192,7 +194,7 @@ class Worker:
             if by == "replay":
                 self.graph.replay()
             elif by == "fused":
-                self.fused(3)
+                self.fused(1)  # of two rows, each with one round behind it: which reports is open
             else:
                 self.comm.all_reduce(x)
             self.settle()
