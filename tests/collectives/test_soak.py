@@ -32,7 +32,8 @@ def test_a_hundred_thousand_rounds(world: World) -> None:
                 for r in range(world.size)
             ]
             placed = [{name: world.put(value) for name, value in one.items()} for one in inputs]
-            kinds.append((placed[world.rank], rank_sum([ops.moe_finalize(**one) for one in placed])))
+            total = rank_sum([ops.moe_finalize(**one) for one in placed])
+            kinds.append((placed[world.rank], total, rank_sum([total] * world.size)))
         for channel in comm.engine.channels.values():  # type: ignore[attr-defined]
             channel.rounds.fill_(-rounds // 4)  # of uint32
         graphs, outs = [], []
@@ -41,11 +42,11 @@ def test_a_hundred_thousand_rounds(world: World) -> None:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 for n in range(a_graph // 2):
-                    own, total = kinds[n % len(kinds)]
+                    own, total, of_totals = kinds[n % len(kinds)]
                     torch.cuda._sleep(skew.randrange(40_000))  # up to 20 us
                     fused = comm.moe_finalize_all_reduce(**own)
                     torch.cuda._sleep(skew.randrange(40_000))
-                    held += [(fused, total), (comm.all_reduce(fused), rank_sum([total] * world.size))]
+                    held += [(fused, total), (comm.all_reduce(fused), of_totals)]
                 found = torch.cat([one.view(-1) for one, _ in held])
             graphs.append((graph, found))
             outs.append((held, torch.cat([want.view(-1) for _, want in held])))
