@@ -147,12 +147,18 @@ def capture(call: Call, count: int = 1) -> CudaGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     result = None
-    with torch.cuda.graph(graph):
+    # The watchdog thread of a process group asks the driver while this one captures.
+    mode = "thread_local" if _in_group() else "global"
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         for _ in range(count):
             result = call()
     kernels = _kernels(graph) if count == 1 else None
     graph.instantiate()
     return CudaGraph(graph, result, kernels)
+
+
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _kernels(graph: torch.cuda.CUDAGraph) -> list[str] | None:
@@ -165,10 +171,11 @@ def _kernels(graph: torch.cuda.CUDAGraph) -> list[str] | None:
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """The versions in the order of their turn: rotated by one each time, every other turn backwards."""
-    shift = turn % len(names)
+    """The versions in the order of their turn: rotated by one each time, every other cycle backwards, so that
+    each comes equally often in every place (the first after a wait is some 0.2 us faster)."""
+    cycle, shift = divmod(turn, len(names))
     rotated = [*names[shift:], *names[:shift]]
-    return rotated[::-1] if turn % 2 else rotated
+    return rotated[::-1] if cycle % 2 else rotated
 
 
 @contextmanager

@@ -24,11 +24,14 @@ def told(calls: dict[str, object], times: dict[str, float]) -> FakeDevice:
     return FakeDevice(lambda call, seen: times[names[id(call)]])
 
 
-def test_every_version_takes_every_place() -> None:
-    names = ["a", "b", "c"]
-    places = Counter((name, at) for turn in range(6) for at, name in enumerate(order(names, turn)))
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_every_version_takes_every_place(count: int) -> None:
+    names = list("abcdefgh")[:count]
+    turns = range(2 * count)
+    places = Counter((name, at) for turn in turns for at, name in enumerate(order(names, turn)))
+    assert len(places) == count**2
     assert set(places.values()) == {2}
-    assert all(sorted(order(names, turn)) == names for turn in range(6))
+    assert all(sorted(order(names, turn)) == names for turn in turns)
 
 
 def test_neighbours_change() -> None:
