@@ -14,6 +14,7 @@ from bindings.errors import (
     CacheError,
     CacheWarning,
     FlashnextWarning,
+    HandoffTimeout,
     InvalidArgument,
     WarmupRequired,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "CacheWarning",
     "Explanation",
     "FlashnextWarning",
+    "HandoffTimeout",
     "InvalidArgument",
     "ModelConfig",
     "WarmupConfig",

@@ -23,6 +23,11 @@ class CacheError(RuntimeError):
     fit."""
 
 
+class HandoffTimeout(RuntimeError):  # noqa: N818
+    """CTAs of an earlier launch waited for another one's values for so long that they gave up. The call that
+    raises this launched nothing."""
+
+
 class FlashnextWarning(UserWarning):
     """Base of the package's warnings."""
 

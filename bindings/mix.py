@@ -2,7 +2,8 @@
 
 The grid must be resident as a whole. A device with too few SMs fails a guard; one that has them but not for
 this process (MPS, a green context, another tenant) refuses the launch, and then the GEMM path serves that
-call and, on that device, all later ones of its plan.
+call and, on that device, all later ones of its plan. CTAs wait for each other no longer than
+`mix_plan.WAIT_NS`; a wait that expired is an error of the next call.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bindings import gemm_mix, targets
-from bindings.errors import FlashnextWarning
+from bindings import emulated, gemm_mix, targets
+from bindings.errors import FlashnextWarning, HandoffTimeout
 from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig
-from bindings.workspace import Workspaces, workspaces
+from bindings.workspace import Workspaces, stream_key, workspaces
 from cute_kernels.hyper import mix_plan
 
 MAX_ROWS = mix_plan.BUCKETS[-1]
@@ -126,8 +127,11 @@ def params(call: Call) -> dict[str, Any]:
 def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[..., None]:
     """The launch function of hc_mix from that of the kernel compiled for a plan, which takes a workspace."""
     current_device = torch.cuda.current_device
-    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a build without CUDA
+    # not in a build without CUDA
+    current_stream = getattr(torch._C, "_cuda_getCurrentStream", None)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     is_capturing = torch.cuda.is_current_stream_capturing
+    in_emulator = emulated.serving()
     known: dict[int, Workspaces] = {}
     refused = _refused.setdefault(plan, {})
 
@@ -135,18 +139,25 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
         index = normed.get_device()
         spaces = known.get(index)
         if spaces is None:
-            spaces = known[index] = workspaces(normed.device, plan, plan.workspace_words)
+            record_word = plan.control + mix_plan.RECORD
+            spaces = known[index] = workspaces(normed.device, plan, plan.workspace_words, record_word)
+        if spaces.expired:
+            raise expired(index, spaces, index >= 0 and is_capturing())
         if index < 0:  # an emulated device: one stream
-            return emulate(kernel, (normed, w_down, w_up, out), spaces.of(0, False))
+            if in_emulator:
+                emulated.device().register(spaces.record, "the record of an expired wait")
+            return emulate(kernel, (normed, w_down, w_up, out), spaces)
         if index in refused:
             return gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
         if index != current_device():
             with torch.cuda.device(index):
                 return launch(normed, w_down, w_up, out, streams)
+        assert current_stream is not None
         assert raw_stream is not None
         capturing = is_capturing()
+        stream = raw_stream(index) if capturing else stream_key(current_stream(index)[0])
         try:
-            kernel(normed, w_down, w_up, out, spaces.of(raw_stream(index), capturing))
+            kernel(normed, w_down, w_up, out, spaces.of(stream, capturing))
         except RuntimeError as error:
             if "CooperativeLaunchTooLarge" not in str(error):
                 raise
@@ -156,15 +167,38 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
     return launch
 
 
-def emulate(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], workspace: Tensor) -> None:
+def emulate(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], spaces: Workspaces) -> None:
     """Runs the kernel in the emulator. A launch that does not end well (a finding, an interruption) may leave
     CTAs in different epochs, with which no later one could end: the workspace then starts anew."""
+    workspace = spaces.of(0, False)
     try:
         kernel(*tensors, workspace)
     except BaseException:
-        with torch.inference_mode():  # it may be an inference tensor
-            workspace.zero_()
+        spaces.renew()
         raise
+
+
+def expired(index: int, spaces: Workspaces, capturing: bool) -> HandoffTimeout:
+    """The error of a wait that expired on a device. The workspaces are as new then, except within a capture,
+    where nothing can be waited for."""
+    missing = spaces.expired - 1
+    if not capturing:
+        if index >= 0:
+            torch.cuda.synchronize(index)
+        spaces.renew()
+    where = "the emulated device" if index < 0 else f"cuda:{index}"
+    after = (
+        " and is inside a CUDA-graph capture; a call outside of it starts anew"
+        if capturing
+        else "; the workspaces are as new, and the next call is served"
+    )
+    return HandoffTimeout(
+        f"hc_mix on {where}: in an earlier launch CTAs waited for what others, CTA {missing} for one, were "
+        f"to hand them, and it did not come in {mix_plan.WAIT_NS / 1e9:.0f} s. Results since then may hold "
+        "NaNs. Possible causes: a kernel of another package between two calls, launched with programmatic "
+        "dependent launch, that skips its own wait; a captured graph that ran beside itself. This call "
+        f"launched nothing{after}"
+    )
 
 
 def refuse(index: int, plan: mix_plan.MixPlan, error: str, capturing: bool) -> str:

@@ -5,9 +5,10 @@ eager calls take in turn, and each CUDA-graph capture its own for every stream t
 may be replayed at once, and beside eager calls. One that a graph uses is never given to anything else, since
 nothing says when the graph is gone.
 
-Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another),
-and streams behind one handle (the per-thread default stream; a handle used again while the work of the
-destroyed stream runs).
+Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another).
+
+A kernel whose wait expires says so in the record, a word of host memory whose address lies in the workspace
+(`Workspaces.expired`). What the workspace holds then is of no use until `renew`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,28 @@ SPARES = 16
 """Workspaces made at a time, outside captures, so that captures find some."""
 
 CaptureId = int
+
+
+@functools.cache
+def _stream_id() -> Callable[..., int] | None:
+    """cuStreamGetId of the driver; None where it is missing."""
+    try:
+        function: Callable[..., int] = ctypes.CDLL("libcuda.so.1").cuStreamGetId
+    except (OSError, AttributeError):
+        return None
+    return function
+
+
+def stream_key(torch_id: int) -> int:
+    """What tells a stream from all others of its device, before and after it. torch_id: as torch has it, an
+    odd number or 0 for its own streams, which it never destroys, and for others the handle. Another stream
+    may get the handle of a destroyed one, and the per-thread default streams share one: the driver counts
+    streams (those get negative numbers here)."""
+    query = None if torch_id & 1 or not torch_id else _stream_id()
+    if query is None:
+        return torch_id
+    number = ctypes.c_uint64(0)
+    return torch_id if query(ctypes.c_void_p(torch_id), ctypes.byref(number)) else -1 - number.value
 
 
 @functools.cache
@@ -48,19 +71,44 @@ def capture_id(stream: int) -> CaptureId | None:
 
 
 class Workspaces:
-    """The workspaces of one size on one device."""
+    """The workspaces of one size on one device. record_word: the one that holds the address of the record."""
 
-    def __init__(self, device: torch.device, words: int):
-        self.device, self.words = device, words
+    def __init__(self, device: torch.device, words: int, record_word: int = 0):
+        self.device, self.words, self.record_word = device, words, record_word
+        self.record = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._record = ctypes.c_int32.from_address(self.record.data_ptr())
         self.eager: dict[int, Tensor] = {}
         self.captured: dict[tuple[int, int], Tensor] = {}
         self.kept: list[Tensor] = []
         self.spare: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self.lock = threading.Lock()
 
+    @property
+    def expired(self) -> int:
+        """What a kernel whose wait expired wrote into the record, 0 if none has since the last `renew`."""
+        return self._record.value
+
+    def renew(self) -> None:
+        """Sets all workspaces, those that graphs use too, to what they were when new. With no kernel at work
+        on them: what such a kernel still writes would be mixed with it. Not within a capture."""
+        with self.lock, torch.inference_mode():  # they may be inference tensors
+            for block in self.blocks:
+                self._clear(block)
+            self._finish()
+            self._record.value = 0
+
+    def _clear(self, workspaces: Tensor) -> None:
+        workspaces.zero_()
+        workspaces[..., self.record_word].fill_(self.record.data_ptr())
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":  # any stream may use them from here on
+            torch.cuda.current_stream(self.device).synchronize()
+
     def of(self, stream: int, capturing: bool) -> Tensor:
-        """The workspace, int64 [words], of a launch on a stream (a CUDA handle) of the device, which is the
-        current one."""
+        """The workspace, int64 [words], of a launch on a stream of the device, which is the current one.
+        stream: its `stream_key`, or its handle if it is captured."""
         if not capturing:
             found = self.eager.get(stream)
             return self._eager(stream) if found is None or len(self.spare) < SPARES // 2 else found
@@ -79,31 +127,34 @@ class Workspaces:
         """A stream's workspace; sees to the spare ones, so that captures find some however many there are."""
         with self.lock:
             if len(self.spare) < SPARES // 2:
-                block = torch.zeros((SPARES, self.words), dtype=torch.int64, device=self.device)
-                if self.device.type == "cuda":  # any stream may use them from here on
-                    torch.cuda.current_stream(self.device).synchronize()
+                block = torch.empty((SPARES, self.words), dtype=torch.int64, device=self.device)
+                self._clear(block)
+                self._finish()
+                self.blocks.append(block)
                 self.spare += block.unbind()
             if stream not in self.eager:
                 self.eager[stream] = self.spare.pop()
             return self.eager[stream]
 
     def _take_in_capture(self) -> Tensor:
-        """A spare one; else memory of the graph, which each replay then sets to zero first."""
+        """A spare one; else memory of the graph, which each replay then clears first."""
         if self.spare:
             return self.spare.pop()
-        return torch.zeros(self.words, dtype=torch.int64, device=self.device)
+        own = torch.empty(self.words, dtype=torch.int64, device=self.device)
+        self._clear(own)
+        return own
 
 
 _all: dict[tuple[torch.device, Hashable], Workspaces] = {}
 _lock = threading.Lock()
 
 
-def workspaces(device: torch.device, user: Hashable, words: int) -> Workspaces:
+def workspaces(device: torch.device, user: Hashable, words: int, record_word: int = 0) -> Workspaces:
     """The workspaces of a size on a device, which has an index if it is a CUDA device. user: what they are
-    for; different users share none."""
+    for; different users share none. record_word: as in `Workspaces`."""
     key = (device, user)
     found = _all.get(key)
     if found is None:
         with _lock:
-            found = _all.setdefault(key, Workspaces(device, words))
+            found = _all.setdefault(key, Workspaces(device, words, record_word))
     return found

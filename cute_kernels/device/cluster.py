@@ -26,6 +26,24 @@ def store_to(address, cta, value: Float32) -> None:
     )
 
 
+def remote(address: Int32, cta) -> Int32:
+    """The address, in the cluster's window, of a shared memory address in CTA `cta`."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(cta)],
+    )
+
+
+def send(value: Float32, address: Int32, barrier: Int32) -> None:
+    """`value` into a CTA's shared memory; it counts 4 bytes on a barrier there when it has come. Both
+    addresses are `remote` ones of that CTA."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, value, barrier],
+    )
+
+
 def sync() -> None:
     """Every CTA's `store_to` before it is seen after it (release, acquire at cluster scope)."""
     cute.arch.cluster_arrive()

@@ -1,30 +1,14 @@
-"""Values handed from CTA to CTA: through the shared memory of a cluster, and through global memory.
+"""Values handed from CTA to CTA through global memory, where a cluster's shared memory does not reach.
 
-Through global memory a 64-bit word carries 32 bits of payload and the epoch of the launch in one access, so
-that no fence and no flag is needed: a reader that finds the epoch has found the payload.
+A 64-bit word carries 32 bits of payload and the epoch of the launch in one access, so
+that no fence and no flag is needed: a reader that finds the epoch has found the payload. Who polls bounds it:
+a writer may never come.
 """
 
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-
-
-def remote(address: Int32, rank) -> Int32:
-    """The address, in the cluster's window, of a shared memory address in the CTA of a rank."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[address, Int32(rank)],
-    )
-
-
-def send(value: Float32, address: Int32, barrier: Int32) -> None:
-    """A value into a peer's shared memory; it counts 4 bytes on the peer's barrier when it is there."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
-        read_only_args=[address, value, barrier],
-    )
+from cutlass import Int32, Int64
 
 
 def publish(payload: Int32, epoch: Int32, address: Int64) -> None:

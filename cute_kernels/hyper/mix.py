@@ -15,7 +15,8 @@ Work        a cooperative grid of clusters. A cluster owns `down_rows` rows of w
             2. partial sums go to the CTA of the cluster that owns the column, by st.async and an mbarrier;
             3. it adds them, applies silu and publishes pairs of values, each with the launch's epoch in
                one 64-bit word (device/handoff.py): no fence, no flag, nothing to be zeroed;
-            4. every CTA polls the words of the T rows, puts them into shared memory, multiplies by its rows
+            4. every CTA polls the words of the T rows, each until it is there, puts them into shared memory,
+               multiplies by its rows
                of w_up (SM90 has them in registers by then), and finishes its outputs.
 Bytes       2*(R*W + W*R): each weight once, by construction; the activations once a cluster and again for
             the outputs; 4*T*R of words a CTA.
@@ -26,11 +27,17 @@ Waiting     CTAs wait for each other, so all must be resident: the launch is coo
             do not fit. No two launches may use the workspace at once. It starts as zeros; every launch writes
             all its words, those of rows past T too. Each CTA keeps the epoch, one higher every launch, in a
             word of its own.
+Bound       Every POLLS_A_LOOK-th look that fails is followed by one at the clock and at the workspace's
+            poison word. After mix_plan.WAIT_NS a thread sets that word and the host's record, and goes on
+            with NaNs in place of what is missing: they reach every output that depends on it, no CTA is left
+            waiting, and later launches that miss something find the poison. The waits at mbarriers have no
+            bound of their own: a copy ends, and what the CTAs of a cluster, which start together, send each
+            other needs nobody else, or a wait that is bounded.
 Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
             dependency wait, when this launch has completed: no word changes that is still polled, and a word
             holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
             launched with PDL and skips its own wait breaks this: the next launch may then overwrite words
-            that are still polled, and the poll never ends.
+            that are still polled, and the wait expires.
 PDL         w_down is read before the dependency wait: no predecessor writes it. All else after, w_up too,
             which would delay what the down projection needs.
 """
@@ -44,13 +51,16 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cute_kernels.device import args
-from cute_kernels.device.handoff import poll2, publish, remote, send
+from cute_kernels.device import args, cluster, system
+from cute_kernels.device.handoff import poll2, publish
 from cute_kernels.device.math import fma, select, sigmoid
 from cute_kernels.device.pdl import await_predecessors, release_dependents
 from cute_kernels.hyper import mix_plan
 from cute_kernels.hyper.mix_plan import SLAB, MixPlan
 from cute_kernels.hyper.mix_sm90 import WarpMma, swizzled
+
+POLLS_A_LOOK = 16  # at the clock
+NANS = 0x7FFF7FFF  # two, of either dtype
 
 
 class Smem:
@@ -143,7 +153,7 @@ class HcMix:
                 grid=(p.grid, 1, 1),
                 block=(p.threads, 1, 1),
                 cluster=(p.cluster, 1, 1),
-                min_blocks_per_mp=2 if p.shares_sm else 1,
+                min_blocks_per_mp=1,
                 preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=True,
@@ -301,7 +311,7 @@ class HcMix:
                     total = total + smem.part[row, column, s]
                 slot = (rank * p.columns + column % p.columns) * p.down_rows + row
                 owner = column // p.columns
-                send(total, remote(base + slot * 4, owner), remote(bar, owner))
+                cluster.send(total, cluster.remote(base + slot * 4, owner), cluster.remote(bar, owner))
 
     @cute.jit
     def publish_inner(self, smem, workspace: cute.Tensor, rank, group, epoch, tid):
@@ -338,16 +348,35 @@ class HcMix:
         count = rows * per_row
         passes = -(-p.bucket * per_row // p.threads)
         got = cute.make_rmem_tensor((2, passes), Int32)
+        wanted = cute.make_rmem_tensor((passes,), Int32)
+        got.fill(0)
+        for i in cutlass.range_constexpr(passes):
+            wanted[i] = select(i * p.threads + tid < count, Int32(1), Int32(0))
         base = workspace.iterator.toint() + Int64(p.header_words * 8)
         if warp * 32 < count:
-            pending = Boolean(True)
-            while pending:
+            # whole warps: the loop ends for all lanes at once
+            waits, late, polls, start = Int32(1), Int32(0), Int32(0), Int64(0)
+            while waits != 0:
+                found = [
+                    poll2(base + Int64((i * p.threads + tid) * 16), wanted[i], epoch) for i in range(passes)
+                ]
                 pending = Boolean(False)
                 for i in cutlass.range_constexpr(passes):
-                    at = i * p.threads + tid
-                    first, first_epoch, second, second_epoch = poll2(base + Int64(at * 16), at < count, epoch)
-                    got[0, i], got[1, i] = first, second
-                    pending = pending | (first_epoch != epoch) | (second_epoch != epoch)
+                    first, first_epoch, second, second_epoch = found[i]
+                    got[0, i] = select(wanted[i] != 0, first, got[0, i])
+                    got[1, i] = select(wanted[i] != 0, second, got[1, i])
+                    missing = (first_epoch != epoch) | (second_epoch != epoch)
+                    wanted[i] = select(missing, wanted[i], Int32(0))
+                    pending = pending | missing
+                waits = cute.arch.vote_ballot_sync(pending)
+                polls += 1
+                if polls % POLLS_A_LOOK == 0:
+                    now = system.nanoseconds()
+                    start = select(start == 0, now, start)
+                    stop = cute.arch.vote_ballot_sync(self.expired(workspace, now - start))
+                    late, waits = select(stop != 0, waits, late), select(stop != 0, Int32(0), waits)
+            if late != 0:
+                self.report(workspace, got, wanted, tid)
             for i in cutlass.range_constexpr(passes):
                 at = i * p.threads + tid
                 if at < count:
@@ -359,6 +388,30 @@ class HcMix:
                     words[0], words[1] = got[0, i], got[1, i]
             if const_expr(p.tensor_memory):
                 cute.arch.fence_proxy("async.shared", space="cta")  # the MMA reads them by that proxy
+
+    @cute.jit
+    def expired(self, workspace: cute.Tensor, waited) -> Boolean:
+        """Whether this wait is too long, or another one was."""
+        control = self.plan.control
+        limit = workspace[control + mix_plan.LIMIT]
+        limit = select(limit == 0, Int64(mix_plan.WAIT_NS), limit)
+        poison = system.load4(workspace.iterator.toint() + Int64((control + mix_plan.POISON) * 8))
+        return (waited > limit) | (poison != 0)
+
+    @cute.jit
+    def report(self, workspace: cute.Tensor, got: cute.Tensor, wanted: cute.Tensor, tid):
+        """Says that a wait has expired, and which CTA is missing; what did not come becomes NaNs."""
+        p = self.plan
+        for i in cutlass.range_constexpr(cute.size(wanted)):
+            if wanted[i] != 0:
+                got[0, i], got[1, i] = Int32(NANS), Int32(NANS)
+                at = i * p.threads + tid
+                row, k = at // (p.words // 2), at % (p.words // 2)  # k: four elements
+                cta = k * 4 // p.down_rows * p.cluster + row // p.columns
+                record = workspace[p.control + mix_plan.RECORD]
+                if record != 0:
+                    system.store4(record, cta + 1)
+        system.store4(workspace.iterator.toint() + Int64((p.control + mix_plan.POISON) * 8), 1)
 
     @cute.jit
     def finish(self, smem, streams: list, out: cute.Tensor, rows, cta, tid):

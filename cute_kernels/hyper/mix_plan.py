@@ -15,14 +15,18 @@ BUCKETS = (8, 16, 32)
 STREAMS = (1, 2, 4, 8)
 
 MAX_SMEM = 227 * 1024
-SHARED_SM = 113 * 1024
-"""Shared memory of a CTA that leaves room for a second one on the SM."""
 
-CTAS = 128
-CTAS_ALONE = 120
-"""CTAs of the grid, by whether two fit an SM or one. The clusters decide how many are resident at once: the
-H200 that was asked holds 30 of eight CTAs that share SMs, 15 of CTAs that do not. A device whose SMs lie
-otherwise may hold fewer: it refuses the launch."""
+CTAS = 120
+"""CTAs of the grid, at most, each with an SM of its own: of clusters of eight such CTAs an H200 holds 15. A
+device whose SMs lie otherwise may hold fewer: it refuses the launch. 128 CTAs, some of which share an SM, end
+later: the SMs that hold two of them have twice as much to take in."""
+
+POISON, RECORD, LIMIT = 0, 1, 2
+"""Words of the workspace behind `MixPlan.control`. POISON: not 0 once a wait has expired. RECORD: the address
+of 32 bits that the host reads, which then get the number, counted from 1, of a CTA that was missing; 0 for no
+such place. LIMIT: the nanoseconds that a CTA waits, 0 for WAIT_NS."""
+
+WAIT_NS = 10**10
 
 
 def bucket_of(rows: int) -> int:
@@ -61,8 +65,9 @@ class MixPlan:
 
     @property
     def warps(self) -> int:
-        """SM100: four that empty tensor memory, one that issues the MMA, one that issues the copies."""
-        return 6 if self.tensor_memory else 10
+        """SM100: four that empty tensor memory, one that issues the MMA, one that issues the copies. SM90: at
+        the model's shapes two for each tile of the up projection. More of them start later than they save."""
+        return 6 if self.tensor_memory else 12
 
     @property
     def threads(self) -> int:
@@ -109,8 +114,8 @@ class MixPlan:
 
     @property
     def splits(self) -> int:
-        """Partial sums of the down projection in a CTA: one a warp, one in tensor memory."""
-        return 1 if self.tensor_memory else self.warps
+        """Partial sums of the down projection in a CTA: one a warp that has slabs, one in tensor memory."""
+        return 1 if self.tensor_memory else min(self.warps, self.down_slabs)
 
     @property
     def up_tiles(self) -> int:
@@ -183,18 +188,20 @@ class MixPlan:
         return self.pool_bytes + self.up_bytes + self.x_bytes + self.tail_bytes + self.received_bytes + 1024
 
     @property
-    def shares_sm(self) -> bool:
-        return self.smem_bytes <= SHARED_SM
-
-    @property
     def words(self) -> int:
         """64-bit words that carry the inner activations of a row: two values and the epoch."""
         return self.low_rank // 2
 
     @property
-    def header_words(self) -> int:
-        """64-bit words of the workspace before the activations: a 32-bit epoch a CTA, in whole lines."""
+    def control(self) -> int:
+        """64-bit words of the workspace before the line of POISON and the others: a 32-bit epoch a CTA, in
+        whole lines."""
         return _round_up(self.grid, 32) // 2
+
+    @property
+    def header_words(self) -> int:
+        """64-bit words of the workspace before the activations."""
+        return self.control + 16
 
     @property
     def workspace_words(self) -> int:
@@ -203,9 +210,9 @@ class MixPlan:
 
 
 def _shaped(
-    hidden: int, streams: int, low_rank: int, bucket: int, tensor_memory: bool, cluster: int, ctas: int
+    hidden: int, streams: int, low_rank: int, bucket: int, tensor_memory: bool, cluster: int
 ) -> MixPlan:
-    down_rows = 2 * -(-low_rank // (2 * (ctas // cluster)))
+    down_rows = 2 * -(-low_rank // (2 * (CTAS // cluster)))
     groups = -(-low_rank // down_rows)
     step = 16 // streams
     up_hidden = _round_up(-(-hidden // (groups * cluster)), step)
@@ -226,9 +233,8 @@ def plan(hidden: int, streams: int, low_rank: int, bucket: int, target: str) -> 
     cluster = next((c for c in (8, 4, 2, 1) if width % (SLAB * c) == 0), None)
     if cluster is None:
         return f"C*H is a multiple of {SLAB}"
-    for ctas, most in ((CTAS, SHARED_SM), (CTAS_ALONE, MAX_SMEM)):
-        shaped = _shaped(hidden, streams, low_rank, bucket, tensor_memory, cluster, ctas)
-        fits = shaped.up_tiles <= (4 if tensor_memory else shaped.warps) and shaped.down_rows <= 64
-        if fits and max(shaped.up_rows, shaped.down_rows) <= 256 and shaped.smem_bytes <= most:
-            return shaped
+    shaped = _shaped(hidden, streams, low_rank, bucket, tensor_memory, cluster)
+    fits = shaped.up_tiles <= (4 if tensor_memory else shaped.warps) and shaped.down_rows <= 64
+    if fits and max(shaped.up_rows, shaped.down_rows) <= 256 and shaped.smem_bytes <= MAX_SMEM:
+        return shaped
     return f"a CTA's share of the weights fits {MAX_SMEM} bytes of shared memory"

@@ -96,7 +96,7 @@ class WarpMma:
         for m in cutlass.range_constexpr(self.down_tiles):
             for half in cutlass.range_constexpr(2):
                 row = m * 16 + half * 8 + lane // 4
-                if row < p.down_rows:
+                if (row < p.down_rows) & (warp < p.splits):
                     for t in cutlass.range_constexpr(self.tiles):
                         for i in cutlass.range_constexpr(2):
                             part[row, t * 8 + 2 * (lane % 4) + i, warp] = acc[2 * half + i, t, m]

@@ -1,5 +1,5 @@
 """`python -m profiling.ncu.hyper`: Nsight Compute on the hyper-connection kernels: gate, apply, apply+norm,
-norm."""
+boundary, norm."""
 
 import sys
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bindings import explain, gemm_mix, mix, ops, reference, workspace
-from bindings.errors import FlashnextWarning
+from bindings.errors import FlashnextWarning, HandoffTimeout
 from bindings.registry import IMPLEMENTATIONS
 from bindings.workspace import SPARES, Workspaces
 from cute_kernels.hyper import mix_plan
@@ -47,15 +48,20 @@ def test_guards(rows: int, changes: dict[str, int], guard: str, got: str, compil
 
 
 def test_a_device_with_too_few_sms(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = mix_plan.plan(64, 4, 16, 8, "sm_90a")
-    assert isinstance(plan, mix_plan.MixPlan)
-    call = make("hc_mix")
-    for here in (plan.grid, plan.grid - 1):
+    grid, call = plan_of_the_call().grid, make("hc_mix")
+    for here in (grid, grid - 1):
         monkeypatch.setattr(mix, "_multiprocessors", lambda call, here=here: here)
-        if here == plan.grid:
+        if here == grid:
             assert explain("hc_mix", **call).implementation == "cute_kernels.hyper.mix"
         else:
             assert failed(call) == [(SMS.description, f"{here} SMs")]
+
+
+def plan_of_the_call() -> mix_plan.MixPlan:
+    """Of `make("hc_mix")`, on SM90."""
+    found = mix_plan.plan(64, 4, 16, 8, "sm_90a")
+    assert isinstance(found, mix_plan.MixPlan)
+    return found
 
 
 class Index(Tensor):
@@ -80,14 +86,14 @@ def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable
     monkeypatch.setattr(mix, "forget_error", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (7, index, 1), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
 
     def run(kernel: Callable[..., Any], capturing: bool = False) -> Tensor:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         call = make("hc_mix")
         out = torch.full((3, 64), 1234.0, dtype=torch.bfloat16)
-        plan = mix_plan.plan(64, 4, 16, 8, "sm_90a")
-        assert isinstance(plan, mix_plan.MixPlan)
-        function = mix.launcher(kernel, plan)
+        function = mix.launcher(kernel, plan_of_the_call())
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         return out
@@ -148,15 +154,15 @@ def test_other_errors_pass(launch: Callable[..., Tensor]) -> None:
 def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
     """CTAs that ended counted it, others did not: the next launch starts from zeros."""
     found: list[bool] = []
+    plan = plan_of_the_call()
 
     def kernel(*args: Any) -> None:
-        found.append(bool(args[-1].any()))
-        args[-1].fill_(7)
+        found.append(bool(args[-1][: plan.control].any()))
+        args[-1][: plan.control] = 7
         if len(found) == 1:
             raise KeyboardInterrupt
 
-    call, plan = make("hc_mix"), mix_plan.plan(64, 4, 16, 8, "sm_90a")
-    assert isinstance(plan, mix_plan.MixPlan)
+    call = make("hc_mix")
     function = mix.launcher(kernel, plan)
     arguments = call["normed"], call["w_down"], call["w_up"], torch.empty_like(call["normed"][:, :64]), 4
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
@@ -164,19 +170,47 @@ def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
     for _ in range(2):
         function(*arguments)
     assert found == [False, False, True]
-    workspace.workspaces(CPU, plan, plan.workspace_words).of(0, False).zero_()
+    workspace.workspaces(CPU, plan, plan.workspace_words).renew()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_wait_that_expired_is_an_error_of_the_next_call(
+    capturing: bool, launch: Callable[..., Tensor]
+) -> None:
+    """It launches nothing; outside a capture the workspaces are as new then, so that the next call is
+    served."""
+    plan, given = plan_of_the_call(), list[Tensor]()
+    spaces = workspace.workspaces(CPU, plan, plan.workspace_words, plan.control + mix_plan.RECORD)
+
+    def kernel(*args: Any) -> None:
+        given.append(args[-1])
+        args[-1][: plan.control + 1] = 9  # epochs, and the poison
+        ctypes.c_int32.from_address(int(args[-1][plan.control + mix_plan.RECORD])).value = 6
+
+    try:
+        with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* CTA 5 .* launched nothing"):
+            launch(kernel, capturing)
+        assert len(given) == 1
+        assert bool(given[0][: plan.control + 1].any()) is capturing
+        assert bool(spaces.expired) is capturing
+        if not capturing:
+            launch(lambda *args: None)
+    finally:
+        spaces.renew()
+    assert spaces.expired == 0
+    assert given[0][plan.control + mix_plan.RECORD] == spaces.record.data_ptr()
 
 
 def test_the_kernel_gets_a_workspace_of_its_stream(launch: Callable[..., Tensor]) -> None:
     given: list[Tensor] = []
     launch(lambda *args: given.append(args[-1]))
     assert given[0] is given[1]
-    assert (given[0].shape, given[0].dtype) == ((16 + 8 * 8,), torch.int64)
+    assert (given[0].shape, given[0].dtype) == ((16 + 16 + 8 * 8,), torch.int64)
 
 
 def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One a stream, one a stream of a capture, none given twice."""
-    spaces = Workspaces(CPU, 32)
+    spaces = Workspaces(CPU, 32, 3)
     number = 1
     monkeypatch.setattr(workspace, "capture_id", lambda stream: number)
     eager = [spaces.of(stream, False) for stream in (1, 2)]
@@ -187,7 +221,31 @@ def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> 
     captured.append(spaces.of(1, True))
     everything = [*eager, *captured]
     assert len({t.data_ptr() for t in everything}) == len(everything) == 5
-    assert all(t.numel() == 32 and not t.any() for t in everything)
+    address = [0, 0, 0, spaces.record.data_ptr(), *[0] * 28]
+    assert all(t.tolist() == address for t in everything)
+    for t in everything:
+        t.fill_(5)
+    spaces.renew()
+    assert all(t.tolist() == address for t in everything)
+
+
+def test_what_tells_streams_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own number, and the driver's for streams that torch did not make: their handles come again."""
+    numbers = {0x1000: 5, 2: 6}
+
+    def query(stream: Any, number: Any) -> int:
+        number._obj.value = numbers[stream.value]
+        return 0
+
+    monkeypatch.setattr(workspace, "_stream_id", lambda: query)
+    keys = [workspace.stream_key(stream) for stream in (0, 0x1000, 2, 33, 35)]
+    assert keys == [0, -6, -7, 33, 35]
+    numbers[0x1000] = 8  # destroyed, and another one made
+    assert workspace.stream_key(0x1000) == -9
+    monkeypatch.setattr(workspace, "_stream_id", lambda: lambda stream, number: 1)
+    assert workspace.stream_key(0x1000) == 0x1000
+    monkeypatch.setattr(workspace, "_stream_id", lambda: None)
+    assert workspace.stream_key(0x1000) == 0x1000
 
 
 def test_a_capture_that_finds_no_spare_or_number(monkeypatch: pytest.MonkeyPatch) -> None:

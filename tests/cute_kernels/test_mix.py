@@ -67,7 +67,7 @@ def test_every_weight_is_copied_once(
 def test_a_plan_fits(hidden: int, streams: int, low_rank: int, bucket: int, target: str) -> None:
     p = made(hidden, streams, low_rank, bucket, target)
     assert p.smem_bytes <= MAX_SMEM
-    assert p.grid <= (mix_plan.CTAS if p.shares_sm else mix_plan.CTAS_ALONE)
+    assert p.grid <= mix_plan.CTAS
     assert p.cluster * p.down_slabs * SLAB == p.width
     assert p.columns * p.cluster == p.bucket
     assert p.down_rows % 2 == 0  # a pair of inner activations is one CTA's
@@ -89,7 +89,7 @@ def test_a_plan_fits(hidden: int, streams: int, low_rank: int, bucket: int, targ
 def test_the_model_has_a_plan(bucket: int, target: str) -> None:
     p = plan(*MODEL, bucket, target)
     assert isinstance(p, MixPlan)
-    assert p.grid in (mix_plan.CTAS, mix_plan.CTAS_ALONE)
+    assert p.grid == mix_plan.CTAS
 
 
 def test_what_has_no_plan_says_why() -> None:

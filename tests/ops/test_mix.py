@@ -1,8 +1,9 @@
 """hc_mix where CTAs wait for each other: every row count, launches that follow and overlap, what the
-workspace held before, a grid that does not fit."""
+workspace held before, a CTA that is missing, a grid that does not fit."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import bindings
 from bindings import mix, ops, workspace
-from bindings.errors import FlashnextWarning
+from bindings.errors import FlashnextWarning, HandoffTimeout
 from bindings.targets import target_of
 from cute_kernels.hyper import mix_plan
 from tests.draw import Draw
@@ -149,17 +150,108 @@ def test_what_the_workspace_held_does_not_matter(epoch: int, monkeypatch: pytest
     """Payloads of NaNs under the last epoch, and an epoch that wraps."""
     args = inputs(5)
     expected = ops.hc_mix(**args)
-    spaces = workspace.workspaces(DEVICE, plan(5), plan(5).workspace_words)
-    held = spaces.of(torch.cuda.current_stream().cuda_stream, False)
-    words = held.view(torch.int32)
+    words = workspaces(5).of(key(), False).view(torch.int32)
     signed = epoch - 2**32 if epoch >= 2**31 else epoch
-    words[0::2], words[1::2] = -1, signed  # payload, epoch
+    handed = words[2 * plan(5).header_words :]
+    handed[0::2], handed[1::2] = -1, signed  # payload, epoch
     epochs = words[: plan(5).grid]
     epochs.fill_(signed)
     torch.cuda.synchronize()
     for i in range(5):
         assert_same_bits(ops.hc_mix(**args), expected, f"launch {i}")
     assert {e % 2**32 for e in epochs.tolist()} == {(epoch + 5) % 2**32}
+
+
+def workspaces(T: int) -> workspace.Workspaces:
+    """Those of the bucket of T rows."""
+    record = plan(T).control + mix_plan.RECORD
+    return workspace.workspaces(DEVICE, plan(T), plan(T).workspace_words, record)
+
+
+def key() -> int:
+    """Of the current stream."""
+    return workspace.stream_key(torch.cuda.current_stream().stream_id)
+
+
+def break_off(held: Tensor, T: int) -> None:
+    """Lets a CTA have counted another number of launches than all others, as if it were late for ever, and
+    the others wait 20 ms for it."""
+    held[plan(T).control + mix_plan.LIMIT] = 20_000_000
+    held.view(torch.int32)[0] += 1000
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("T", [1, 16, 32])
+def test_a_wait_for_a_cta_that_never_publishes(T: int) -> None:
+    """Every CTA leaves, the rows whose inner activations were missing are NaNs, the next call says why, and
+    the one after it is right."""
+    args = inputs(T)
+    expected = ops.hc_mix(**args)
+    break_off(workspaces(T).of(key(), False), T)
+    lost = ops.hc_mix(**args)
+    torch.cuda.synchronize()
+    assert lost[0].isnan().all()
+    with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* launched nothing; the workspaces"):
+        ops.hc_mix(**args)
+    for _ in range(3):
+        assert_same_bits(ops.hc_mix(**args), expected, "after it")
+
+
+def test_a_wait_that_expires_within_a_graph() -> None:
+    """Later replays leave at once; the next call outside it says why, and replays are right again."""
+    args = inputs(2)
+    expected, out = ops.hc_mix(**args), torch.empty_like(inputs(2)["normed"][:, :2560])
+    before = set(workspaces(2).captured)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            ops.hc_mix(**args, out=out)
+    (used,) = set(workspaces(2).captured) - before
+    break_off(workspaces(2).captured[used], 2)
+    start = time.perf_counter()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 0.5  # not a hundred times 20 ms
+    assert out[0].isnan().all()
+    with pytest.raises(HandoffTimeout):
+        ops.hc_mix(**args)
+    graph.replay()
+    assert_same_bits(out, expected, "after it")
+
+
+def test_a_green_context() -> None:
+    """A part of the SMs, too small for the grid: GEMMs serve, nothing hangs."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+
+    def done(answer):  # type: ignore[no-untyped-def]
+        if answer[0] != driver.CUresult.CUDA_SUCCESS:
+            pytest.skip(f"no green contexts here: {answer[0]}")
+        return answer[1] if len(answer) == 2 else answer[1:]
+
+    args = inputs(12)
+    expected = ops.hc_mix(**args)  # loads the kernel
+    device = done(driver.cuDeviceGet(DEVICE.index))
+    whole = done(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    parts, _, _ = done(driver.cuDevSmResourceSplitByCount(1, whole, 0, 32))
+    few = done(driver.cuDevResourceGenerateDesc(parts, 1))
+    flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    context = done(driver.cuGreenCtxCreate(few, device, flag))
+    stream = done(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+    try:
+        with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
+            workspaces(12).of(key(), False)[plan(12).control + mix_plan.LIMIT] = 10**9
+            torch.cuda.synchronize()
+            with pytest.warns(FlashnextWarning, match="cannot be resident at once"):
+                result = ops.hc_mix(**args)
+        torch.cuda.synchronize()
+        judge("hc_mix", on_cpu(args), (result,))
+        assert not workspaces(12).expired
+    finally:
+        mix._refused[plan(12)].clear()
+        driver.cuStreamDestroy(stream)
+        driver.cuGreenCtxDestroy(context)
+    assert_same_bits(ops.hc_mix(**args), expected, "on the whole device")
 
 
 def plan(T: int) -> mix_plan.MixPlan:
@@ -178,7 +270,6 @@ def test_a_grid_that_is_not_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     args["w_up"] = args["w_up"].repeat(1, 2)[:, :608].contiguous()
     resident = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     monkeypatch.setattr(mix_plan, "CTAS", 4 * resident)
-    monkeypatch.setattr(mix_plan, "SHARED_SM", mix_plan.MAX_SMEM)
     monkeypatch.setattr(mix, "_multiprocessors", lambda call: None)
     monkeypatch.setattr(mix, "_refused", {})
     mix_plan.plan.cache_clear()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import bindings
-from bindings import emulated, link, ops, targets
+from bindings import emulated, link, ops, targets, workspace
+from bindings.errors import HandoffTimeout
 from cute_kernels.hyper import mix_plan
 from emulator.counters import Counters
 from tests.draw import Draw, Inputs, mix
@@ -60,3 +61,27 @@ def test_every_weight_is_read_once() -> None:
     weights = sum(inputs[name].numel() * 2 for name in ("w_down", "w_up"))
     assert weights == 13_107_200
     assert counters.tma_load_bytes == weights + plan.groups * inputs["normed"].numel() * 2
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_a_wait_for_a_cta_that_never_publishes(target: str) -> None:
+    """One CTA has counted another number of launches than all others, as if it were late for ever: every CTA
+    leaves, results are NaNs, the next call says why, and the one after it is right."""
+    inputs = mix(Draw("emulated"), T=2, dtype=torch.bfloat16, **SMALL)
+    plan = mix_plan.plan(64, 4, 32, 8, target)
+    assert isinstance(plan, mix_plan.MixPlan)
+    spaces = workspace.workspaces(
+        torch.device("cpu"), plan, plan.workspace_words, plan.control + mix_plan.RECORD
+    )
+    held = spaces.of(0, False)
+    held[plan.control + mix_plan.LIMIT] = 20_000  # nanoseconds
+    held.view(torch.int32)[plan.cluster] = 77  # the CTA publishes a part of the first rows
+    with emulated.options(target=target), bindings.backend("emulator"):
+        lost = ops.hc_mix(**inputs)
+        assert plan.columns == 2
+        assert lost.isnan().all()
+        assert spaces.expired
+        with pytest.raises(HandoffTimeout, match=r"^hc_mix on the emulated device: .* launched nothing"):
+            ops.hc_mix(**inputs)
+        judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
+        assert not spaces.expired
