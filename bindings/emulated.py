@@ -57,7 +57,7 @@ def options(**values: Any) -> Iterator[None]:
         dispatch.clear_plans()
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # one that drops out is freed when nobody refers to it any more
 def _device(name: str, given: tuple[tuple[str, Any], ...]) -> emulator.Device:
     import emulator
 

@@ -88,7 +88,9 @@ def _bindings() -> Lines:
     from bindings import dispatch, plans
 
     selection = dispatch.selected()
-    yield "backend", f"{selection.backend} ({selection.origin})"
+    wrong = f": none of {', '.join(dispatch.BACKENDS)}, so every call is refused"
+    known = selection.backend in dispatch.BACKENDS
+    yield "backend", f"{selection.backend} ({selection.origin}){'' if known else wrong}"
     yield "plan matcher", plans.matcher.__name__
 
 

@@ -1,7 +1,7 @@
 """Runs kernels that the CuTe DSL compiled for SM90 and SM100 on the CPU, and checks them as they run; see
 docs/emulator.md."""
 
-from emulator.counters import Counters
+from emulator.counters import Counters, Traffic
 from emulator.device import SCHEDULES, Device, current, device, open_device
 from emulator.errors import EmulatorError, UnknownInstructionError
 from emulator.findings import CATEGORIES, Finding, FindingsError
@@ -14,6 +14,7 @@ __all__ = [
     "EmulatorError",
     "Finding",
     "FindingsError",
+    "Traffic",
     "UnknownInstructionError",
     "current",
     "device",

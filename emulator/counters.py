@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NAMES = (
     "instructions",
@@ -16,8 +16,21 @@ NAMES = (
     "tma_load_bytes",
     "tma_store_bytes",
     "matrix_flops",
+    "unique_load_sectors",
+    "unique_store_sectors",
 )
 """Names of the counters, in the order of emu_counter in csrc/machine.h."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one launch and one tensor: bytes by lanes and copies (one to several CTAs counts once), and
+    different 32-byte sectors."""
+
+    read_bytes: int
+    read_sectors: int
+    written_bytes: int
+    written_sectors: int
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,8 @@ class Counters:
     """Of one launch. Warp instructions; global bytes by lanes, and 32-byte sectors that each warp
     instruction touches, summed; shared-memory wavefronts and the least there could be (their difference is
     bank conflicts); waits at barriers that did not pass at once; bytes moved by bulk and tensor copies;
-    operations of matrix instructions."""
+    operations of matrix instructions; different sectors read and written by all of these together (atomics
+    and reductions write), and the same by tensor."""
 
     kernel: str
     instructions: int
@@ -39,6 +53,9 @@ class Counters:
     tma_load_bytes: int
     tma_store_bytes: int
     matrix_flops: int
+    unique_load_sectors: int
+    unique_store_sectors: int
+    tensors: dict[str, Traffic] = field(default_factory=dict)
 
     @property
     def bank_conflicts(self) -> int:

@@ -21,6 +21,8 @@ from emulator.memory import FOREIGN, READ_ONLY, Region, disjoint, extent
 from emulator.targets import Target, target_of
 
 SCHEDULES = ("round_robin", "random", "adversarial")
+KEPT = 4096
+"""A device remembers the counters of so many launches and so many findings, the latest."""
 _active: Device | None = None
 _lock = threading.Lock()
 # What host code holds handles of, device or no device: a compiled function loads its module once in its life.
@@ -39,7 +41,8 @@ class _Launch:
 class Device:
     """An emulated device; made by `device`.
 
-    findings: of every launch so far. launches: their counters."""
+    findings: of the launches so far. launches: their counters. Of both the latest KEPT; the lists are the
+    caller's to clear."""
 
     def __init__(
         self,
@@ -304,12 +307,15 @@ class Device:
                 self._machine.grid(one.kernel, numbers, one.params)
             self._machine.run()
             for i, one in enumerate(batch):
-                self.launches.append(Counters(one.kernel.translated.name, **self._machine.counters(i)))
+                moved = self._machine.traffic(i, regions)
+                name = one.kernel.translated.name
+                self.launches.append(Counters(name, **self._machine.counters(i), tensors=moved))
             found = [self._finding(r, batch) for r in self._machine.records()]
         finally:
             self._machine.reset()
         self._written_back(regions)
         self.findings += found
+        del self.findings[:-KEPT], self.launches[:-KEPT]
         if found and not self._keep:
             raise FindingsError(found)
 

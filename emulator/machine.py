@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from emulator import build
-from emulator.counters import NAMES
+from emulator.counters import NAMES, Traffic
 from emulator.errors import EmulatorError, UnknownInstructionError
 from emulator.memory import Region
 from emulator.ptx.parser import parse
@@ -51,6 +52,7 @@ def library() -> ctypes.CDLL:
         ("emu_machine_reset", None, ptr),
         ("emu_machine_drain", None, ptr),
         ("emu_machine_counters", None, ptr, u32, ptr),
+        ("emu_machine_traffic", None, ptr, u32, ptr),
         ("emu_machine_findings", u32, ptr),
         ("emu_machine_finding", ctypes.POINTER(Record), ptr, u32),
         ("emu_machine_fatal", ctypes.c_char_p, ptr),
@@ -98,13 +100,19 @@ class Machine:
 
     def __init__(self) -> None:
         self._lib = library()
-        self._at = self._lib.emu_machine_new()
+        self._machine: int = self._lib.emu_machine_new()
+        self._free = weakref.finalize(self, self._lib.emu_machine_free, self._machine)
         self._kept: list[Any] = []
 
     def close(self) -> None:
-        if self._at:
-            self._lib.emu_machine_free(self._at)
-            self._at = None
+        """Frees it; otherwise that happens when nobody refers to it any more."""
+        self._free()
+
+    @property
+    def _at(self) -> int:
+        if not self._free.alive:
+            raise EmulatorError("the emulated device is closed")
+        return self._machine
 
     def configure(
         self,
@@ -158,6 +166,18 @@ class Machine:
         out = (ctypes.c_uint64 * len(NAMES))()
         self._lib.emu_machine_counters(self._at, grid, out)
         return dict(zip(NAMES, out, strict=True))
+
+    def traffic(self, grid: int, regions: Sequence[Region]) -> dict[str, Traffic]:
+        """What a grid moved from and to each region that it touched, by name."""
+        out = (ctypes.c_uint64 * (4 * len(regions)))()
+        self._lib.emu_machine_traffic(self._at, grid, out)
+        moved: dict[str, Traffic] = {}
+        for i, region in enumerate(regions):
+            values = out[4 * i : 4 * i + 4]
+            if any(values):
+                before = moved.get(region.name, Traffic(0, 0, 0, 0))
+                moved[region.name] = Traffic(*(a + b for a, b in zip(values, astuple(before), strict=True)))
+        return moved
 
     def reset(self) -> None:
         """Forgets the batch."""

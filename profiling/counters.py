@@ -5,8 +5,10 @@
 Every operator is called once on the CPU for each target and judged against float64. Counted are warp
 instructions, bytes that move to and from global memory beside those that the contract has it move (contract),
 those of them that bulk and tensor copies read (tma), 32-byte sectors that warps touch, instruction by
-instruction, bank conflicts, waits at barriers, and matrix operations. The emulator also checks each launch as
-it runs; what it finds is an error here. Times are not what it tells. Exit code: 1 if an operator failed.
+instruction, the different ones of a launch that anything touches, copies too (unique: times 32, what a launch
+moves that finds nothing in L2 and keeps all), bank conflicts, waits at barriers, and matrix operations. The
+emulator also checks each launch as it runs; what it finds is an error here. Times are not what it tells. Exit
+code: 1 if an operator failed.
 `profiling.bench --counters` is the same.
 """
 
@@ -36,8 +38,10 @@ COUNTERS = {
     "read_bytes": "read_bytes",
     "tma_read_bytes": "tma_load_bytes",
     "read_sectors": "load_sectors",
+    "unique_read_sectors": "unique_load_sectors",
     "written_bytes": "written_bytes",
     "written_sectors": "store_sectors",
+    "unique_written_sectors": "unique_store_sectors",
     "bank_conflicts": "bank_conflicts",
     "barrier_waits": "barrier_waits",
     "matrix_flops": "matrix_flops",
@@ -55,9 +59,9 @@ def count(op: str, rows: int, target: str) -> dict[str, Any]:
     entry |= {"counters": {}, "error": None}
     try:
         with emulated.options(target=target), bindings.backend("emulator"):
-            seen = len(emulated.device().launches)
+            emulated.device().launches.clear()
             results = cases.call_results(case, ours.graph_call(case)())
-            launches = emulated.device().launches[seen:]
+            launches = list(emulated.device().launches)
         check = case.check(results)
         entry |= {"launches": len(launches), "counters": total(launches)}
         entry["error"] = None if check.ok else f"wrong result: {check.detail}"

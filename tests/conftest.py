@@ -57,18 +57,19 @@ def gpu_backend(request: pytest.FixtureRequest) -> Backend:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also what takes minutes: tests marked nightly")
     parser.addoption(
-        "--emulator-checks",
-        nargs="?",
-        const="all",
-        default="all",
-        choices=("all", "vital"),
-        help="checks of emulated kernels: all (the default), or those alone that a run cannot go on without",
+        "--emulator-checks", action="store_true", help="all checks of emulated kernels (as without this)"
+    )
+    parser.addoption(
+        "--emulator-vital",
+        action="store_true",
+        help="of the checks of emulated kernels those alone that a run cannot go on without",
     )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _emulator_checks(request: pytest.FixtureRequest) -> Iterator[None]:
-    with emulated.options(checks=request.config.getoption("--emulator-checks") == "all"):
+    option = request.config.getoption
+    with emulated.options(checks=option("--emulator-checks") or not option("--emulator-vital")):
         yield
 
 

@@ -76,8 +76,10 @@ static void order_load(emu_warp *w, const emu_access *a, uint64_t key) {
 
 static void order_store(emu_warp *w, const emu_access *a, uint64_t key) {
     emu_run *r = w->run;
-    if (a->sem == SEM_RELEASE || a->sem == SEM_ACQ_REL)
+    if (a->sem == SEM_RELEASE || a->sem == SEM_ACQ_REL) {
+        emu_delay_release(w, a->scope == SCOPE_CTA);
         emu_release_to(w, emu_sync_at(w->machine, key, 1), &r->now, a->scope == SCOPE_CTA);
+    }
     else if (r->has_release)
         emu_release_to(w, emu_sync_at(w->machine, key, 1), &r->release, a->scope == SCOPE_CTA);
 }
@@ -127,6 +129,7 @@ void emu_store(emu_warp *w, uint32_t mask, const emu_access *a, const uint64_t *
     uint64_t key, highest = 0;
     int plain = 1;
     if (!mask) return;
+    uint32_t first = (uint32_t)__builtin_ctz(mask);
     if (a->space == SPACE_SHARED) count_shared(w, mask, address, offset, bytes);
     else count_global(w, mask, address, offset, bytes, 1);
     for (uint32_t i = 0; i < EMU_LANES; i++) {
@@ -152,9 +155,13 @@ void emu_store(emu_warp *w, uint32_t mask, const emu_access *a, const uint64_t *
             }
         }
         uint8_t *to = place(w, a, address[i] + offset, bytes, how, &key);
-        if (a->sem != SEM_WEAK) order_store(w, a, key);
-        if (to && memcmp(to, data, bytes)) {
-            memcpy(to, data, bytes);
+        uint32_t late = 0;
+        for (uint32_t k = 0; to && w->machine->policy == 2 && k < a->count; k++)
+            late |= (uint32_t)emu_delay(w, a, key, to + k * a->bytes, data + k * a->bytes, i == first && !k) << k;
+        if (a->sem != SEM_WEAK && late != (1u << a->count) - 1) order_store(w, a, key);
+        for (uint32_t k = 0, n = late ? a->bytes : bytes; to && k * n < bytes; k++) {
+            if (late >> k & 1 || !memcmp(to + k * n, data + k * n, n)) continue;
+            memcpy(to + k * n, data + k * n, n);
             w->machine->progress++;
         }
     }

@@ -83,9 +83,24 @@ void emu_machine_counters(emu_machine *m, uint32_t grid, uint64_t *out) {
     memcpy(out, m->grids[grid].counters, sizeof m->grids[grid].counters);
 }
 
+/* Bytes and sectors read, bytes and sectors written, by region. */
+void emu_machine_traffic(emu_machine *m, uint32_t grid, uint64_t *out) {
+    const emu_traffic *t = m->grids[grid].traffic;
+    for (uint32_t i = 0; i < m->region_count; i++)
+        for (int k = 0; k < 2; k++) {
+            out[4 * i + 2 * k] = t ? t[i].bytes[k] : 0;
+            out[4 * i + 2 * k + 1] = t ? t[i].sectors[k] : 0;
+        }
+}
+
 /* After a batch: forgets it, keeps what a dependent launch has yet to wait for. */
 void emu_machine_reset(emu_machine *m) {
     int waited = 1, dependents = 0;
+    for (uint32_t i = 0; i < m->grid_count; i++) {
+        emu_traffic *t = m->grids[i].traffic;
+        for (uint32_t k = 0; t && k < 2 * m->region_count; k++) free(t[k / 2].seen[k % 2]);
+        free(t);
+    }
     for (uint32_t i = 0; i < m->grid_count; i++) {
         if (m->grids[i].dependent && !m->grids[i].waited) waited = 0;
         dependents |= m->grids[i].launched_dependents;
@@ -128,6 +143,7 @@ void emu_machine_free(emu_machine *m) {
     free(m->findings);
     free(m->names);
     free(m->warps);
+    free(m->delayed);
     free(m);
 }
 

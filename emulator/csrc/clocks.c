@@ -1,5 +1,6 @@
 /* Happens-before: clocks of warps and of their asynchronous twins, and the variables through which they pass. */
 #include "internal.h"
+#include "kernel.h"
 
 static void raise_to(uint32_t *to, const uint32_t *from, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) to[i] = to[i] > from[i] ? to[i] : from[i];
@@ -73,20 +74,23 @@ void emu_acquire_from(emu_warp *w, emu_sync *s, emu_clock *into, uint32_t cta_sc
     emu_join(w->machine, emu_span_of(w->cta->cluster), into, s->of, &s->clock);
 }
 
-void emu_fence(emu_warp *w, uint32_t scope) {
-    (void)scope;
+void emu_fence(emu_warp *w, uint32_t scope, uint32_t sides) {
     emu_run *r = w->run;
     emu_machine *m = w->machine;
     emu_span of = emu_span_of(w->cta->cluster);
-    if (r->has_acquire) emu_join(m, of, &r->now, of, &r->acquire);
-    if (!r->release.local) emu_clock_new(&r->release, of.count);
-    emu_join(m, of, &r->release, of, &r->now);
-    r->has_release = 1;
+    if ((sides & FENCE_ACQUIRE) && r->has_acquire) emu_join(m, of, &r->now, of, &r->acquire);
+    if (sides & FENCE_RELEASE) {
+        emu_delay_release(w, scope == SCOPE_CTA);
+        if (!r->release.local) emu_clock_new(&r->release, of.count);
+        emu_join(m, of, &r->release, of, &r->now);
+        r->has_release = 1;
+    }
     emu_tick(w);
 }
 
 void emu_fence_proxy(emu_warp *w) {
     emu_run *r = w->run;
+    emu_delay_release(w, 0);
     raise_to(r->now.proxy, r->now.local, w->cta->cluster->agents);
     emu_tick(w);
 }

@@ -118,6 +118,8 @@ int emu_block(emu_warp *w, uint32_t kind, uint32_t a, uint32_t b) {
     return 1;
 }
 
+int emu_unit_waits(emu_warp *w, uint32_t what) { return emu_block(w, WAIT_UNIT, what, 0); }
+
 int emu_converge(emu_warp *w, uint32_t members, uint32_t aligned) {
     uint32_t live = w->threads & ~w->exited, need = aligned == 1 ? live : members & live;
     emu_group *g = &w->run->group[w->run->current];

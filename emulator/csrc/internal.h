@@ -85,7 +85,10 @@ typedef struct emu_run {
     uint64_t starved;
     uint32_t cluster_phase, cluster_arrived;
     uint64_t rng;
+    uint32_t delayed, delays; /* stores under way (delay.c); whether the instruction at hand delays any */
 } emu_run;
+
+typedef struct emu_delayed emu_delayed;
 
 typedef struct {
     uint64_t lo, hi;
@@ -100,6 +103,12 @@ typedef struct {
     uint32_t category, line, lane, warp, cta[3], grid, count;
     char text[400];
 } emu_finding_record;
+
+/* What one grid moved from (0) and to (1) one region. seen: a bit a sector; sectors counts those set. */
+typedef struct {
+    uint64_t bytes[2], sectors[2];
+    uint8_t *seen[2];
+} emu_traffic;
 
 typedef int (*emu_kernel)(emu_warp *w);
 
@@ -124,6 +133,7 @@ struct emu_grid {
     uint32_t resident_count;
     uint32_t waited;                 /* some warp executed griddepcontrol.wait */
     uint64_t counters[EMU_C_COUNT];
+    emu_traffic *traffic;            /* by region of the batch; made when first touched */
 };
 
 #define SYNC_BUCKETS 4096
@@ -154,6 +164,9 @@ struct emu_machine {
     uint64_t slice_limit;  /* 0: none */
     int (*interrupted)(void);
     uint64_t time_read;    /* a kernel asked for the time since the last progress */
+    emu_delayed *delayed;  /* stores under way, in no order; due: when the first arrives */
+    uint32_t delayed_count, delayed_wide; /* wide: ordered before more than their warp */
+    uint64_t due;
 };
 
 #define CHECK(m, category) (((m)->checks >> (category)) & 1u)
@@ -179,6 +192,15 @@ int emu_shadow_shared(emu_warp *w, emu_cta *cta, uint32_t offset, uint32_t bytes
 emu_mbar *emu_mbar_find(emu_cta *cta, uint32_t offset);
 void emu_mbar_free(emu_cta *cta);
 int emu_poll(emu_warp *w, emu_group *g);
+
+/* delay.c */
+struct emu_access;
+int emu_delay(emu_warp *w, const struct emu_access *a, uint64_t key, uint8_t *to, const uint8_t *data, int first); /* 1: it is */
+void emu_delay_touch(emu_warp *w, const uint8_t *at, uint64_t bytes); /* what is ordered before w and overlaps arrives */
+void emu_delay_release(emu_warp *w, uint32_t cta_scope);
+void emu_delay_due(emu_machine *m, uint64_t now);
+void emu_delay_warp_ends(emu_warp *w);
+void emu_delay_cluster_ends(emu_cluster *c, int grid_too);
 
 /* schedule.c */
 int emu_block(emu_warp *w, uint32_t kind, uint32_t a, uint32_t b);

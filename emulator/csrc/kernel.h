@@ -34,7 +34,7 @@ void emu_special(emu_warp *w, uint32_t which, uint32_t *out);
 uint64_t emu_time(emu_warp *w);
 
 /* ---- memory */
-typedef struct {
+typedef struct emu_access {
     uint8_t space, bytes, count, extend, sem, scope;
     uint8_t wide; /* bit i: destination i is an array of 64-bit lanes */
 } emu_access;
@@ -63,7 +63,8 @@ enum { RED_POPC, RED_AND, RED_OR };
 int emu_bar_red(emu_warp *w, uint32_t mask, uint32_t id, uint32_t threads, uint32_t op, uint32_t lanes, uint32_t *out);
 void emu_cluster_arrive(emu_warp *w, uint32_t mask, uint32_t relaxed);
 int emu_cluster_wait(emu_warp *w, uint32_t mask);
-void emu_fence(emu_warp *w, uint32_t scope);
+enum { FENCE_ACQUIRE = 1, FENCE_RELEASE = 2 };
+void emu_fence(emu_warp *w, uint32_t scope, uint32_t sides);
 void emu_fence_proxy(emu_warp *w);
 void emu_dependency_wait(emu_warp *w, uint32_t mask);
 void emu_launch_dependents(emu_warp *w, uint32_t mask);

@@ -32,6 +32,7 @@ enum {
     EMU_ASYNC = 8,    /* by the asynchronous proxy, as the warp's asynchronous twin (bulk copies, TMA, wgmma, tcgen05) */
     EMU_BY_TWIN = 16, /* by the asynchronous twin, but through the generic proxy (cp.async, st.async) */
     EMU_NOINIT = 32,  /* do not ask whether what is read was ever written */
+    EMU_AGAIN = 64,   /* global: for another destination of a multicast; it moved once */
 };
 
 /* What a finding is about; names in findings.py stand in this order. */
@@ -66,6 +67,8 @@ typedef enum {
     EMU_C_TMA_LOAD_BYTES,
     EMU_C_TMA_STORE_BYTES,
     EMU_C_MATRIX_FLOPS,
+    EMU_C_UNIQUE_LOAD_SECTORS, /* different 32-byte sectors of global memory, by whatever touched them */
+    EMU_C_UNIQUE_STORE_SECTORS,
     EMU_C_COUNT
 } emu_counter;
 
@@ -90,6 +93,7 @@ struct emu_cta {
     emu_warp **warps;
     uint32_t warp_count, live_warps;
     uint32_t launched_dependents, sm;
+    uint32_t pair_allocs; /* tcgen05.alloc.cta_group::2 executed */
 };
 
 struct emu_cluster {
@@ -132,7 +136,7 @@ void emu_fatal(emu_warp *w, const char *format, ...) __attribute__((format(print
  * matrix row); alignment is the caller's to check with emu_aligned. Record the counters yourself. */
 uint8_t *emu_shared(emu_warp *w, uint32_t address, uint32_t bytes, uint32_t access);
 uint8_t *emu_global(emu_warp *w, uint64_t address, uint64_t bytes, uint32_t access);
-/* Whether all of a shared range was written, and by nothing that is unordered with w's next access (0) or the asynchronous
+/* Whether all of a shared range was written (EMU_NOINIT: or not), and by nothing that is unordered with w's next access (0) or the asynchronous
  * operation just begun (EMU_ASYNC): reports and records nothing. 1 for what emu_shared would refuse. */
 int emu_settled(emu_warp *w, uint32_t address, uint32_t bytes, uint32_t access);
 /* A kernel parameter or global address holding e.g. a tensor map: generic lookup in params, shared and global. */
@@ -164,6 +168,10 @@ void emu_async_wait(emu_warp *w, emu_queue queue, uint32_t pending);
 void emu_mbar_complete_tx(emu_warp *w, uint32_t address, uint32_t bytes);
 /* Arrival by the asynchronous agent (tcgen05.commit): also covers every operation that w began earlier. */
 void emu_mbar_arrive_async(emu_warp *w, uint32_t address, uint32_t count);
+
+/* The group waits for something of a unit's, and asks again when others have run. Returns 1, for the caller to return. */
+enum { EMU_FOR_TMEM, EMU_FOR_PEER_ALLOC };
+int emu_unit_waits(emu_warp *w, uint32_t what);
 
 /* ---- counters */
 void emu_count(emu_warp *w, emu_counter counter, uint64_t amount);

@@ -168,24 +168,69 @@ static int after_wait(emu_warp *w) {
     return 0;
 }
 
+/* Whether a grid that began without waiting may run beside an agent of the batch, or (~0) beside the launches before the batch:
+ * its predecessor let it begin, and so on backwards as long as nobody waited. */
+static int beside(const emu_grid *g, uint32_t agent) {
+    for (uint32_t i = g->index; i--;) {
+        const emu_grid *p = &g->machine->grids[i];
+        if (p->stream != g->stream) continue;
+        if (!p->launched_dependents) return 0;
+        if (agent - p->agent_base < p->agents) return 1;
+        if (!p->dependent || p->waited) return 0;
+    }
+    return agent == ~0u;
+}
+
+static void too_early(emu_warp *w, const emu_region *r, uint64_t at, uint32_t access, int written) {
+    const char *did = access & EMU_WRITE ? "writes" : "reads";
+    emu_finding(w, EMU_F_PDL, "%s %s +%llu, which a kernel before %s, ahead of griddepcontrol.wait", did,
+                emu_region_name(w->machine, r->name), (unsigned long long)(at - r->lo), written ? "wrote" : "reads");
+}
+
 /* Memory that the launch before wrote, in a dependent launch that has not waited. */
-static void check_dependency(emu_warp *w, uint64_t address, uint64_t bytes, uint32_t access) {
+static void check_dependency(emu_warp *w, const emu_region *now, uint64_t address, uint64_t bytes, uint32_t access) {
     emu_machine *m = w->machine;
-    if (!m->past_count || !w->cta->grid->dependent || !CHECK(m, EMU_F_PDL) || after_wait(w)) return;
-    for (uint32_t i = 0; i < m->past_count; i++) {
+    const emu_grid *g = w->cta->grid;
+    if (!g->dependent || (!m->past_count && !g->index) || !CHECK(m, EMU_F_PDL) || after_wait(w)) return;
+    for (uint64_t at = address & ~3ull; g->index && now->cells && at < address + bytes; at += 4) {
+        const emu_cell *c = &now->cells[(at - (now->lo & ~3ull)) / 4];
+        int wrote = c->write_tag && beside(g, TAG_AGENT(c->write_tag));
+        if (wrote || ((access & EMU_WRITE) && c->read_tag && beside(g, TAG_AGENT(c->read_tag)))) {
+            too_early(w, now, at, access, wrote);
+            return;
+        }
+    }
+    for (uint32_t i = 0; i < m->past_count && beside(g, ~0u); i++) {
         const emu_region *r = &m->past[i];
         uint64_t lo = address > r->lo ? address : r->lo, hi = address + bytes < r->hi ? address + bytes : r->hi;
         for (uint64_t at = lo & ~3ull; at < hi; at += 4) {
             const emu_cell *c = &r->cells[(at - (r->lo & ~3ull)) / 4];
             if (!c->write_tag && !((access & EMU_WRITE) && c->read_tag)) continue;
             if (r->copy && at >= r->lo && at + 4 <= r->hi && memcmp(r->copy + (at - r->lo), (void *)(uintptr_t)at, 4)) continue;
-            const emu_region *now = emu_find_region(m, address, bytes);
-            emu_finding(w, EMU_F_PDL, "%s %s +%llu, which a kernel before %s, ahead of griddepcontrol.wait",
-                        access & EMU_WRITE ? "writes" : "reads", now ? emu_region_name(m, now->name) : "memory",
-                        (unsigned long long)(at - (now ? now->lo : 0)), c->write_tag ? "wrote" : "reads");
+            too_early(w, now, at, access, c->write_tag != 0);
             return;
         }
     }
+}
+
+/* A sector counts once for a grid and region, as read or, by stores, atomics and reductions, as written. */
+static void count_traffic(emu_warp *w, const emu_region *r, uint64_t address, uint64_t bytes, uint32_t access) {
+    emu_grid *g = w->cta->grid;
+    emu_machine *m = w->machine;
+    int written = (access & EMU_WRITE) != 0;
+    if ((access & EMU_AGAIN) || !bytes) return;
+    if (!g->traffic) g->traffic = calloc(m->region_count, sizeof *g->traffic);
+    emu_traffic *t = &g->traffic[r - m->regions];
+    uint64_t base = r->lo >> 5, first = (address >> 5) - base, last = ((address + bytes - 1) >> 5) - base, fresh = 0;
+    if (!t->seen[written]) t->seen[written] = calloc(((r->hi - 1) >> 5) - base + 8, 1);
+    for (uint64_t s = first; s <= last; s++) {
+        uint8_t *at = &t->seen[written][s >> 3], bit = (uint8_t)(1u << (s & 7));
+        fresh += !(*at & bit);
+        *at |= bit;
+    }
+    t->bytes[written] += bytes;
+    t->sectors[written] += fresh;
+    g->counters[written ? EMU_C_UNIQUE_STORE_SECTORS : EMU_C_UNIQUE_LOAD_SECTORS] += fresh;
 }
 
 uint8_t *emu_global(emu_warp *w, uint64_t address, uint64_t bytes, uint32_t access) {
@@ -228,8 +273,10 @@ uint8_t *emu_global(emu_warp *w, uint64_t address, uint64_t bytes, uint32_t acce
         }
         if (access & EMU_WRITE) memset(at, 1, bytes);
     }
-    check_dependency(w, address, bytes, access);
+    count_traffic(w, r, address, bytes, access);
+    check_dependency(w, r, address, bytes, access);
     emu_shadow_global(w, r, address, bytes, access);
+    emu_delay_touch(w, (uint8_t *)(uintptr_t)address, bytes);
     return (uint8_t *)(uintptr_t)address;
 }
 
@@ -263,6 +310,7 @@ uint8_t *emu_shared(emu_warp *w, uint32_t address, uint32_t bytes, uint32_t acce
     }
     if (access & EMU_WRITE) memset(written, 1, bytes);
     emu_shadow_shared(w, cta, offset, bytes, access);
+    emu_delay_touch(w, cta->shared + offset, bytes);
     return cta->shared + offset;
 }
 
@@ -270,7 +318,7 @@ int emu_settled(emu_warp *w, uint32_t address, uint32_t bytes, uint32_t access) 
     uint32_t rank = address >> EMU_SHARED_RANK_SHIFT, offset = address & ((1u << EMU_SHARED_RANK_SHIFT) - 1);
     emu_cta *cta = rank == w->cta->rank ? w->cta : rank < w->cta->cluster->size ? w->cta->cluster->ctas[rank] : NULL;
     if (!cta || offset < EMU_SHARED_BASE || offset + bytes > cta->shared_end) return 1; /* emu_shared reports it */
-    if (CHECK(w->machine, EMU_F_UNINIT) && memchr(cta->written + (offset - EMU_SHARED_BASE), 0, bytes)) return 0;
+    if (!(access & EMU_NOINIT) && CHECK(w->machine, EMU_F_UNINIT) && memchr(cta->written + (offset - EMU_SHARED_BASE), 0, bytes)) return 0;
     if (!CHECK(w->machine, EMU_F_RACE) || !cta->cells) return 1;
     uint32_t at = offset - EMU_SHARED_BASE, async = access & EMU_ASYNC;
     uint32_t clock = async ? w->twin_clock[w->twin] : w->run->clock, agent = async ? w->run->twin : w->run->agent;

@@ -133,6 +133,7 @@ static void admit(emu_grid *g) {
 }
 
 static void free_cluster(emu_cluster *c) {
+    emu_delay_cluster_ends(c, c->grid->done_clusters + 1 == c->grid->clusters);
     for (uint32_t rank = 0; rank < c->size; rank++) {
         emu_cta *cta = c->ctas[rank];
         if (cta->launched_dependents) c->grid->launched_dependents = 1;
@@ -182,6 +183,7 @@ static void end_warp(emu_warp *w) {
         if (*known < w->twin_clock[EMU_TWIN_BULK])
             emu_finding(w, EMU_F_ASYNC, "the thread ends with bulk copies out of shared memory that it has not waited for");
     }
+    emu_delay_warp_ends(w);
     if (!--w->cta->live_warps) end_cta(w);
     c->live_warps--;
     emu_bar_check_exit(w);
@@ -208,7 +210,9 @@ const char *emu_wait_text(emu_warp *w, emu_group *g, char *out, size_t room) {
     case WAIT_CLUSTER: snprintf(out, room, "the cluster barrier, where %u of %u warps are", w->cta->cluster->bar_arrived,
                                 w->cta->cluster->live_warps); break;
     case WAIT_CONVERGE: snprintf(out, room, "lanes 0x%08x at a .sync instruction, with lanes 0x%08x there", g->a, g->mask); break;
-    case WAIT_UNIT: snprintf(out, room, "tensor memory"); break;
+    case WAIT_UNIT:
+        snprintf(out, room, g->a == EMU_FOR_TMEM ? "tensor memory to be freed" : "the other CTA of the pair to execute tcgen05.alloc");
+        break;
     default: snprintf(out, room, "nothing: it goes round in a loop"); break;
     }
     return out;
@@ -314,18 +318,20 @@ int emu_machine_run(emu_machine *m) {
         if (!m->warp_count) break; /* a grid whose turn has come was admitted above */
         emu_warp *w = pick(m, &cursor);
         if (!w) {
+            emu_delay_due(m, ~0ull);
             if (!unblock(m, &seen, &rounds)) deadlock(m);
             continue;
         }
         /* long slices, but short ones while everybody only polls */
         w->run->budget = m->policy == 0 ? (idle > m->warp_count ? 8 : 512) : 1 + (int32_t)(next_random(&m->rng) % (m->policy == 1 ? 24 : 96));
-        m->ticks++;
+        emu_delay_due(m, ++m->ticks);
         if (w->cta->grid->kernel(w) == EMU_DONE && !m->stop) end_warp(w);
         idle = m->progress == last ? idle + 1 : 0;
         last = m->progress;
         if (!idle) m->time_read = 0;
         advance_time(m, idle);
         if (m->foreign && idle > m->warp_count) sched_yield();
+        if (idle > 4ull * (m->warp_count + 2)) emu_delay_due(m, ~0ull); /* whoever polls sees it in the end */
         if (idle > 2ull * (m->warp_count + 2) && !m->foreign && admit_more(m)) { /* they poll for what a CTA to come would write */
             m->progress++;
             continue;
@@ -337,6 +343,7 @@ int emu_machine_run(emu_machine *m) {
             m->stop = 2;
         }
     }
+    emu_delay_due(m, ~0ull);
     for (uint32_t i = 0; i < m->warp_count; i++) { /* stopped early: drop what is still there, cluster by cluster */
         emu_cluster *c = m->warps[i]->cta->cluster;
         if (c->live_warps == ~0u) continue;

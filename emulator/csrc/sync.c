@@ -168,7 +168,10 @@ void emu_mbar_arrive(emu_warp *w, uint32_t mask, const uint32_t *mbar, int64_t o
             if (b->tx >= 1 << 20) emu_finding(w, EMU_F_MBARRIER, "expect_tx takes the transaction count to %lld, allowed %u",
                                               (long long)b->tx, (1u << 20) - 1);
         }
-        if (!relaxed) emu_release_to(w, &b->arriving, &w->run->now, 0);
+        if (!relaxed) {
+            emu_delay_release(w, 0);
+            emu_release_to(w, &b->arriving, &w->run->now, 0);
+        }
         if (drop) b->count -= count ? count[i] : 1;
         arrive(w, b, count ? count[i] : 1);
     }
@@ -254,6 +257,7 @@ static emu_bar *bar_arrival(emu_warp *w, uint32_t mask, uint32_t id, uint32_t th
     if (b->arrived && b->expected != threads)
         emu_finding(w, EMU_F_BARRIER, "%s %u for %u threads, while others wait there for %u", what, id, threads, b->expected);
     b->expected = threads;
+    emu_delay_release(w, 1);
     emu_release_to(w, &b->arriving, &w->run->now, 0);
     b->arrived++;
     w->machine->progress++;
@@ -319,8 +323,12 @@ void emu_cluster_arrive(emu_warp *w, uint32_t mask, uint32_t relaxed) {
     if (r->cluster_arrived) emu_finding(w, EMU_F_BARRIER, "barrier.cluster.arrive twice without a wait");
     r->cluster_arrived = 1;
     r->cluster_phase = c->bar_phase;
-    if (!relaxed) emu_release_to(w, &c->barrier[0], &r->now, 0);
-    else if (r->has_release) emu_release_to(w, &c->barrier[0], &r->release, 0);
+    if (!relaxed) {
+        emu_delay_release(w, 0);
+        emu_release_to(w, &c->barrier[0], &r->now, 0);
+    } else if (r->has_release) {
+        emu_release_to(w, &c->barrier[0], &r->release, 0);
+    }
     c->bar_arrived++;
     w->machine->progress++;
     emu_cluster_check(w);

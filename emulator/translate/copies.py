@@ -27,6 +27,20 @@ def _tensor(ctx: Any, op: Operand, rank: int) -> tuple[str, str]:
     return ctx.address64(op), inputs(op.coords, ctx)
 
 
+def _values(ctx: Any, operands: list[Operand], kinds: str) -> list[str]:
+    """Operands as a unit takes them, a letter each: g a global address, s a shared one, n a number."""
+    take = {"g": ctx.address64, "s": ctx.address32, "n": ctx.u32}
+    return [take[kind](op) for op, kind in zip(operands, kinds, strict=True)]
+
+
+def _reduction(ctx: Any, parts: list[str]) -> str:
+    found = next((p for p in parts if p in REDUCTIONS), None)
+    if found is None:
+        ctx.error("this reduction is not known")
+        raise AssertionError
+    return found
+
+
 def _rank(ctx: Any, text: str) -> int:
     if not re.fullmatch(r"[1-5]d", text):
         ctx.error(f".{text} is no number of dimensions")
@@ -34,13 +48,10 @@ def _rank(ctx: Any, text: str) -> int:
 
 
 def _tma(ins: Ins, parts: list[str], ctx: Any) -> None:
-    operands, rank = _without_hint(ins, parts), _rank(ctx, parts[4])
     if parts[5] == "global":
-        known(ctx, parts[6:], {"shared::cta", "tile", "bulk_group", *HINTS})
-        expect(ctx, operands, 2)
-        tensor, at = _tensor(ctx, operands[0], rank)
-        call(ctx, "emu_tma_store", rank, "EMU_REDUCE_NONE", tensor, at, ctx.address32(operands[1]))
+        _tma_out(ins, parts, ctx, _rank(ctx, parts[4]), "")
         return
+    operands, rank = _without_hint(ins, parts), _rank(ctx, parts[4])
     allowed = {
         "global",
         "tile",
@@ -57,17 +68,17 @@ def _tma(ins: Ins, parts: list[str], ctx: Any) -> None:
     tensor, at = _tensor(ctx, operands[1], rank)
     mask = ctx.u32(operands[3]) if multicast else "0"
     groups = 2 if "cta_group::2" in parts else 1
-    call(
-        ctx,
-        "emu_tma_load",
-        rank,
-        groups,
-        ctx.address32(operands[0]),
-        tensor,
-        at,
-        ctx.address32(operands[2]),
-        mask,
-    )
+    to, barrier = _values(ctx, [operands[0], operands[2]], "ss")
+    call(ctx, "emu_tma_load", rank, groups, to, tensor, at, barrier, mask)
+
+
+def _tma_out(ins: Ins, parts: list[str], ctx: Any, rank: int, reduction: str) -> None:
+    operands = _without_hint(ins, parts)
+    known(ctx, parts[6:], {"global", "shared::cta", "tile", "bulk_group", reduction, *HINTS})
+    expect(ctx, operands, 2)
+    tensor, at = _tensor(ctx, operands[0], rank)
+    kind = REDUCTIONS.get(reduction, "EMU_REDUCE_NONE")
+    call(ctx, "emu_tma_store", rank, kind, tensor, at, ctx.address32(operands[1]))
 
 
 def _tma_prefetch(ins: Ins, parts: list[str], ctx: Any) -> None:
@@ -83,14 +94,7 @@ def _bulk_prefetch(ins: Ins, parts: list[str], ctx: Any) -> None:
 
 
 def _tma_reduce(ins: Ins, parts: list[str], ctx: Any) -> None:
-    operands, rank = _without_hint(ins, parts), _rank(ctx, parts[5])
-    reduction = next((p for p in parts if p in REDUCTIONS), None)
-    if reduction is None:
-        ctx.error("this reduction is not known")
-    known(ctx, parts[6:], {"global", "shared::cta", "tile", "bulk_group", reduction or "", *HINTS})
-    expect(ctx, operands, 2)
-    tensor, at = _tensor(ctx, operands[0], rank)
-    call(ctx, "emu_tma_store", rank, REDUCTIONS[reduction or "add"], tensor, at, ctx.address32(operands[1]))
+    _tma_out(ins, parts, ctx, _rank(ctx, parts[5]), _reduction(ctx, parts))
 
 
 def _bulk(ins: Ins, parts: list[str], ctx: Any) -> None:
@@ -98,60 +102,31 @@ def _bulk(ins: Ins, parts: list[str], ctx: Any) -> None:
     to, source = parts[3:5]
     if (to, source) == ("global", "shared::cta"):
         known(ctx, parts[5:], {"bulk_group", *HINTS})
-        expect(ctx, operands, 3)
-        call(
-            ctx,
-            "emu_bulk_store",
-            ctx.address64(operands[0]),
-            ctx.address32(operands[1]),
-            ctx.u32(operands[2]),
-            "EMU_REDUCE_NONE",
-            "EMU_R_U32",
-        )
+        _bulk_out(ctx, operands, "EMU_REDUCE_NONE", "EMU_R_U32")
         return
     multicast = "multicast::cluster" in parts
     known(ctx, parts[5:], {"mbarrier::complete_tx::bytes", "multicast::cluster", *HINTS})
     expect(ctx, operands, 4 + multicast)
     if (to, source) == ("shared::cluster", "shared::cta") and not multicast:
-        call(
-            ctx,
-            "emu_bulk_dsmem",
-            ctx.address32(operands[0]),
-            ctx.address32(operands[1]),
-            ctx.u32(operands[2]),
-            ctx.address32(operands[3]),
-        )
+        call(ctx, "emu_bulk_dsmem", *_values(ctx, operands, "ssns"))
     elif to in ("shared::cluster", "shared::cta") and source == "global":
         mask = ctx.u32(operands[4]) if multicast else "0"
-        call(
-            ctx,
-            "emu_bulk_load",
-            ctx.address32(operands[0]),
-            ctx.address64(operands[1]),
-            ctx.u32(operands[2]),
-            ctx.address32(operands[3]),
-            mask,
-        )
+        call(ctx, "emu_bulk_load", *_values(ctx, operands[:4], "sgns"), mask)
     else:
         ctx.error(f"a copy from .{source} to .{to} is not known")
 
 
-def _bulk_reduce(ins: Ins, parts: list[str], ctx: Any) -> None:
-    operands = _without_hint(ins, parts)
-    reduction = next((p for p in parts if p in REDUCTIONS), None)
-    if parts[4:6] != ["global", "shared::cta"] or reduction is None or parts[-1] not in REDUCED_TYPES:
-        ctx.error("this reduction is not known")
-    known(ctx, parts[6:-1], {"bulk_group", "noftz", reduction or "", *HINTS})
+def _bulk_out(ctx: Any, operands: list[Operand], reduction: str, kind: str) -> None:
     expect(ctx, operands, 3)
-    call(
-        ctx,
-        "emu_bulk_store",
-        ctx.address64(operands[0]),
-        ctx.address32(operands[1]),
-        ctx.u32(operands[2]),
-        REDUCTIONS[reduction or "add"],
-        REDUCED_TYPES[parts[-1]],
-    )
+    call(ctx, "emu_bulk_store", *_values(ctx, operands, "gsn"), reduction, kind)
+
+
+def _bulk_reduce(ins: Ins, parts: list[str], ctx: Any) -> None:
+    reduction = _reduction(ctx, parts)
+    if parts[4:6] != ["global", "shared::cta"] or parts[-1] not in REDUCED_TYPES:
+        ctx.error("this reduction is not known")
+    known(ctx, parts[6:-1], {"bulk_group", "noftz", reduction, *HINTS})
+    _bulk_out(ctx, _without_hint(ins, parts), REDUCTIONS[reduction], REDUCED_TYPES[parts[-1]])
 
 
 def _bulk_commit(ins: Ins, parts: list[str], ctx: Any) -> None:

@@ -103,21 +103,22 @@ def _bar(ins: Ins, ctx: Context) -> None:
 def _fence(ins: Ins, ctx: Context) -> None:
     parts = ins.parts[1:]
     if ins.parts[0] == "membar" and parts[0] != "proxy":
-        ctx.emit(f"emu_fence(w, {dict(cta='SCOPE_CTA', gl='SCOPE_GPU', sys='SCOPE_SYS')[parts[0]]});")
+        ctx.emit(f"emu_fence(w, {dict(cta='SCOPE_CTA', gl='SCOPE_GPU', sys='SCOPE_SYS')[parts[0]]}, 3);")
     elif parts[0] == "proxy":
         if parts[1].startswith("async"):
             ctx.emit("emu_fence_proxy(w);")
         elif parts[1] not in ("alias", "tensormap::generic"):
             raise ctx.error("unknown proxy")
     elif parts[0] == "mbarrier_init":
-        ctx.emit("emu_fence(w, SCOPE_CLUSTER);")
+        ctx.emit("emu_fence(w, SCOPE_CLUSTER, FENCE_RELEASE);")
     else:
         scope = next((s for s in ("cta", "cluster", "gpu", "sys") if s in parts), None)
         known = {"sc", "acq_rel", "acquire", "release", scope}
         known |= {"sync_restrict::shared::cluster", "sync_restrict::shared::cta"}
         if scope is None or set(parts) - known:
             raise ctx.error("unknown fence")
-        ctx.emit(f"emu_fence(w, SCOPE_{scope.upper()});")
+        sides = [f"FENCE_{s.upper()}" for s in ("acquire", "release") if s in parts] or ["3"]
+        ctx.emit(f"emu_fence(w, SCOPE_{scope.upper()}, {sides[0]});")
 
 
 def _mbarrier(ins: Ins, ctx: Context) -> None:

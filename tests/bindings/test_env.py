@@ -40,6 +40,14 @@ def test_command(tmp_path: Path) -> None:
     assert sum(str(tmp_path) in line for line in lines) >= 2  # the variable, and the cache that follows it
 
 
+def test_a_backend_that_there_is_not() -> None:
+    (line,) = [x for x in run(FLASHNEXT_BACKEND="foo").stdout.splitlines() if x.startswith("  backend:")]
+    assert line == (
+        "  backend: foo (FLASHNEXT_BACKEND=foo): none of auto, cute, emulator, reference, "
+        "so every call is refused"
+    )
+
+
 def test_names_nobody(tmp_path: Path) -> None:
     """No home directory, host name, token or device serial."""
     home = str(tmp_path)

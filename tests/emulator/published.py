@@ -7,6 +7,7 @@ has a process of its own, since the wheel reads QUACK_ARCH once.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -320,7 +321,7 @@ def run_case(name: str, target: str) -> dict[str, Any]:
 
 
 def main(target: str, names: list[str]) -> None:
-    """Runs cases, all of the target's by default."""
+    """Runs kernels of the published wheel in the emulator, prints how far they are from torch."""
     os.environ.update(QUACK_ARCH=target, CUTE_DSL_ARCH=target, QUACK_CACHE_ENABLED="0")
     import_quack()
     for name in names or [n for n in CASES if target in TARGETS[n]]:
@@ -328,4 +329,11 @@ def main(target: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator.published", description=main.__doc__)
+    parser.add_argument("target", choices=sorted({t for of in TARGETS.values() for t in of}))
+    parser.add_argument("case", nargs="*", help="of the target's, by default all")
+    options = parser.parse_args()
+    if unknown := [n for n in options.case if options.target not in TARGETS.get(n, ())]:
+        known = ", ".join(n for n in CASES if options.target in TARGETS[n])
+        parser.error(f"case: got {', '.join(unknown)}, allowed {known}")
+    main(options.target, options.case)

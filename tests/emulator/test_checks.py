@@ -256,6 +256,39 @@ def test_the_kernel_put_right_has_no_finding(name: str) -> None:
     assert run(body, given, words(), shared=shared, launch=launch) == []
 
 
+# lane 16 k + r names row r of matrix k, 16 bytes a row; warp 0 writes the rows of the lanes below %r9
+LDMATRIX = (
+    "shl.b32 %r3, %r1, 4; add.s32 %r3, %r2, %r3; mov.u32 %r9, ROWS; setp.ge.u32 %p1, %r1, %r9; @%p1 bra LOAD;"
+    "st.shared.v4.b32 [%r3], {%r1, %r1, %r1, %r1}; LOAD: BARRIER setp.lt.u32 %p2, %r1, 32; @%p2 bra END;"
+    "and.b32 %r4, %r1, 31; shl.b32 %r4, %r4, 4; add.s32 %r4, %r2, %r4;"
+    "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r5, %r6}, [%r4]; setp.ne.u32 %p3, %r1, 32; @%p3 bra END;"
+    "st.global.v2.b32 [%d1], {%r5, %r6}; END:"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "barrier", "check"),
+    [
+        (16, "bar.sync 0;", None),
+        (8, "bar.sync 0;", None),
+        (0, "bar.sync 0;", "uninitialized"),
+        (16, "", "race"),
+    ],
+)
+def test_a_matrix_of_rows_that_the_kernel_does_not_have_reads_as_nan(
+    rows: int, barrier: str, check: str | None
+) -> None:
+    """A second matrix that nobody wrote is no finding; one that another warp writes without an order is, and so is the first."""
+    out = torch.zeros(2, dtype=torch.int32)
+    body = LDMATRIX.replace("ROWS", str(rows)).replace("BARRIER", barrier)
+    found = run(body, out, shared=512, launch=TWO_WARPS)
+    if check:
+        assert check in checks(found)
+    else:
+        assert found == []
+        assert out.tolist() == [0, 8 if rows == 16 else 0x7FFF7FFF]
+
+
 def test_a_finding_names_the_tensor_the_thread_and_the_line() -> None:
     body = "setp.ne.u32 %p1, %r1, 37; @%p1 bra END; ld.global.b32 %r3, [%d1+400]; END:"
     with emulator.device("sm_90a", on_finding="keep") as device:
@@ -312,6 +345,30 @@ def test_reading_a_predecessors_output_before_the_wait() -> None:
         "ld.global", "griddepcontrol.wait; ld.global", 1
     )
     assert dependent(right) == set()
+
+
+def together(*bodies: str, streams: tuple[int, ...] = ()) -> set[str]:
+    """Dependent launches of one batch, on one stream or as told."""
+    a, b = words(), words()
+    with emulator.device("sm_90a", on_finding="keep") as device:
+        with device.together():
+            for i, body in enumerate(bodies):
+                with device.stream(streams[i] if streams else 0):
+                    device.launch(kernel(body), [a, b], block=(1,), dependent=True)
+        return checks(device.findings)
+
+
+def test_launches_of_one_batch_depend_on_each_other_too() -> None:
+    wait = "griddepcontrol.wait;"
+    first, read = f"{wait} {FIRST}", "ld.global.b32 %r3, [%d1];"
+    done = "griddepcontrol.launch_dependents;"
+    assert together(first, read) == {"pdl"}
+    assert together(first, f"{wait} {read}") == set()
+    assert together(first.replace(done, ""), read) == set()  # it begins when the first has ended
+    assert together(first, f"{done} {wait}", read) == set()  # whoever is between has waited for the first
+    assert together(first, done, read) == {"pdl"}
+    assert together(f"{wait} {done} {read}", "st.global.b32 [%d1], 1;") == {"pdl"}
+    assert together(first, read, streams=(0, 1)) == {"race"}
 
 
 def test_a_drained_stream_has_no_predecessor() -> None:

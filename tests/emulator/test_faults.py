@@ -55,6 +55,20 @@ class Fault:
     target: str = "sm_100a"
 
 
+def swizzled_otherwise(ptx: str) -> str:
+    """The layout of a tcgen05 shared-memory descriptor, bits 61 to 63: 64 bytes instead of 128."""
+    (found, *_) = (
+        m for m in re.finditer(r"or\.b64\s+%rd\d+, %rd\d+, (\d{19});", ptx) if int(m[1]) >> 61 == 2
+    )
+    return ptx[: found.start(1)] + str(int(found[1]) + (2 << 61)) + ptx[found.end(1) :]
+
+
+def counter_in_an_argument(ptx: str) -> str:
+    """The number of the round comes with the launch, which is replayed, instead of from memory."""
+    counted = re.findall(r"add\.s32\s+%r\d+, (%r\d+), 1;", ptx)[-1]
+    return change(rf"ld\.global\.b32\s+{re.escape(counted)}, \[[^\]]*\];", f"mov.b32 {counted}, 0;")(ptx)
+
+
 GATE, APPLY_NORM = ("hc_gate", "T1-bf16-model"), ("hc_apply_norm", "T1-bf16-model")
 FINALIZE, GDN = ("moe_finalize", "T3-bf16-small"), ("gdn_packed_decode", "T3-bf16-small")
 MIX, SHARED = ("hc_mix", "T3-bf16-small"), ("shared_gate", "T3-bf16-small")
@@ -79,6 +93,8 @@ FAULTS = (
     Fault("the async proxy fence dropped", MIX, drop(r"fence\.proxy\.async"), "proxy"),
     Fault("tensor memory not freed", MIX, drop(r"tcgen05\.dealloc"), "tmem"),
     Fault("tensor memory freed before it is read", MIX, change(r"(tcgen05\.ld\.[^;]*;)", r"tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r13, %r184; \1", at=-1), "tmem"),
+    Fault("a descriptor of another swizzle", MIX, swizzled_otherwise, "result"),
+    Fault("a swizzle left out of an address", MIX, change(r"xor\.b32\s+(%r\d+), (%r\d+), %r\d+;\n", r"mov.b32 \1, \2;\n", at=0), "result", "sm_90a"),
     Fault("the wait for the MMA dropped", MIX, change(r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+), \[%r\d+\], 0, \d+;", r"setp.eq.u32 \1, 0, 0;", at=-1), "async"),
 )  # fmt: skip
 
@@ -133,6 +149,9 @@ WORLD_FAULTS: dict[str, tuple[Rewrite, str]] = {
         change(r"add\.s32(\s+%r\d+, %r\d+), 1;", r"add.s32\1, 0;", at=-1),
         "result",
     ),
+    "counter-in-an-argument": (counter_in_an_argument, "result"),
+    "round-before-not-awaited": (drop(r"griddepcontrol\.wait"), "pdl"),
+    "no-release-before-the-pushes": (drop(r"fence\.release\.sys"), "result"),
     "pushes-that-are-not-strong": (change(PUSH, "st.global.v4.b32"), "race"),
     "polls-that-are-not-strong": (change(r"ld\.relaxed\.sys\.global\.v4", "ld.global.v4"), "race"),
     "a-push-to-one-rank-only": (drop(PUSH, at=0), "result"),

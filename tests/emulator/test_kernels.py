@@ -116,12 +116,18 @@ def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.shared_gate(torch.zeros(1, 64).bfloat16(), torch.zeros(64).bfloat16())
 
 
-def test_weights_are_read_once() -> None:
-    """The counters of hc_mix: its copies bring every weight byte once, besides the activations."""
-    case = named("hc_mix", "T1-bf16-model")
-    arguments = case.inputs()
-    with emulated.options(target="sm_100a"), bindings.backend("emulator"):
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_are_read_once(target: str) -> None:
+    """The counters of hc_mix: every weight byte once, by bytes and by different sectors."""
+    arguments = named("hc_mix", "T1-bf16-model").inputs()
+    brief = target != "sm_100a"  # which the test before has built
+    with emulated.options(target=target, brief=brief), bindings.backend("emulator"):
         ops.hc_mix(**arguments)
         counters = emulated.device().launches[-1]
+    for name in ("w_down", "w_up"):
+        weight, moved = arguments[name].numel() * 2, counters.tensors[name]
+        assert moved.read_bytes == weight
+        assert moved.read_sectors * 32 == weight
     weights = sum(arguments[n].numel() * 2 for n in ("w_down", "w_up"))
     assert weights <= counters.tma_load_bytes <= weights + 148 * arguments["normed"].numel() * 2
+    assert weights <= counters.unique_load_sectors * 32 <= weights + 2**16

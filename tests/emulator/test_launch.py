@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -214,3 +216,66 @@ def test_special_registers_of_a_three_dimensional_launch() -> None:
         cta, t = divmod(row, 48)
         where = [t % 8, t // 8 % 3, t // 24, cta % 2, cta // 2 % 3, cta // 6]
         assert got == [*where, 3, 2, t % 32, t // 32]
+
+
+def test_the_example_of_the_manual_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "emulator.md").read_text(), re.DOTALL)
+    (tmp_path / "example.py").write_text(example)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "example.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "store_bytes=4000" in done.stdout
+
+
+def test_a_device_that_nobody_refers_to_frees_its_machine() -> None:
+    made = emulator.open_device("sm_90a")
+    free = made._machine._free
+    assert free.alive
+    del made
+    gc.collect()
+    assert not free.alive
+
+
+def test_a_closed_device_says_so() -> None:
+    made = emulator.open_device("sm_90a")
+    made.close()
+    made.close()
+    with made.active(), pytest.raises(emulator.EmulatorError, match="the emulated device is closed"):
+        made.launch(kernel("", 1), [torch.zeros(1)])
+
+
+def test_a_device_remembers_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["emulator.device"], "KEPT", 3)
+    bad = kernel("ld.global.b32 %r3, [%d1+400];", 1)
+    with emulator.device("sm_90a", on_finding="keep") as device:
+        for threads in range(1, 6):
+            device.launch(bad, [torch.zeros(1)], block=(threads,))
+        assert [launch.load_bytes for launch in device.launches] == [12, 16, 20]
+        assert [finding.count for finding in device.findings] == [3, 4, 5]
+
+
+def test_traffic_counts_a_sector_once() -> None:
+    """Two CTAs read the same 128 bytes twice, and write 64 each; an atomic is a write."""
+    body = (
+        "mul.wide.u32 %d3, %r1, 4; add.s64 %d4, %d1, %d3; ld.global.b32 %r3, [%d4]; ld.global.b32 %r4, [%d4];"
+        "mov.u32 %r5, %ctaid.x; mul.wide.u32 %d5, %r5, 64; add.s64 %d5, %d2, %d5; setp.gt.u32 %p1, %r1, 15; @%p1 bra END;"
+        "add.s64 %d5, %d5, %d3; st.global.b32 [%d5], %r3; red.global.add.u32 [%d5], 1; END:"
+    )
+    x, out = torch.zeros(40, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    x, out = (t[-t.data_ptr() % 32 // 4 :] for t in (x, out))  # sectors begin where these do
+    with emulator.device("sm_90a") as device:
+        device.name(x, "x")
+        device.name(out, "out")
+        device.launch(kernel(body), [x, out], grid=(2,))
+        (counted,) = device.launches
+    assert (counted.load_sectors, counted.unique_load_sectors) == (2 * 2 * 4, 4)
+    assert (counted.store_sectors, counted.unique_store_sectors) == (2 * 2 * 2, 4)
+    assert counted.tensors == {
+        "x": emulator.Traffic(512, 4, 0, 0),
+        "out": emulator.Traffic(0, 0, 256, 4),
+    }

@@ -39,8 +39,9 @@ def test_the_collective_under_fifty_schedules(n: int) -> None:
     rounds_under(range(50), n, "sm_100a")
 
 
-def test_the_collective_on_sm_90a() -> None:
-    rounds_under(range(6), 4, "sm_90a")
+@pytest.mark.parametrize("target", ["sm_90a", "sm_103a"])
+def test_the_collective_on_another_target(target: str) -> None:
+    rounds_under(range(4), 4, target)
 
 
 @pytest.mark.nightly
@@ -142,6 +143,18 @@ def test_a_wait_that_nothing_ends_is_a_deadlock_that_says_who_waits() -> None:
     found = run("bar.sync 3, 64;", torch.zeros(1, dtype=torch.int32))
     assert checks(found) == {"deadlock"}
     assert "bar.sync 3, where 1 of 2 warps are" in found[0].message
+
+
+def test_a_cta_that_allocates_without_the_other_of_its_pair_waits_for_it() -> None:
+    alone = (
+        "mov.u32 %r4, %cluster_ctarank; setp.ne.u32 %p1, %r4, 0; @%p1 bra END;"
+        "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r2], 32; END: barrier.cluster.arrive; barrier.cluster.wait;"
+    )
+    launch = {"grid": (2,), "cluster": (2,)}
+    found = run(alone, torch.zeros(1), shared=64, target="sm_100a", launch=launch)
+    told = " ".join(f.message for f in found if f.check == "deadlock")
+    assert "the other CTA of the pair to execute tcgen05.alloc" in told
+    assert "the cluster barrier, where 1 of 2 warps are" in told
 
 
 def test_a_cooperative_grid_that_does_not_fit_is_refused() -> None:

@@ -312,6 +312,24 @@ def test_alloc_writes_the_address_waits_for_room_and_respects_the_permit():
     assert "was not allocated" in machine.findings()
 
 
+def test_a_pair_allocates_together():
+    """Neither CTA goes on before the other has executed its allocation; each has its own address then."""
+    machine, lib = Machine(), library()
+    first, second = machine.warp(0), machine.warp(8)
+
+    def alloc(warp, rank):
+        return lib.emu_tcgen05_alloc(warp, ALL, 2, machine.lanes(rank << 24 | 0x410), machine.lanes(64))
+
+    assert alloc(first, 0) == 1
+    assert alloc(first, 0) == 1
+    assert alloc(second, 1) == 0
+    assert alloc(first, 0) == 0
+    assert alloc(second, 1) == 1
+    assert alloc(first, 0) == 0
+    assert [machine.window(rank)[0x410:0x414].view(np.uint32)[0] for rank in (0, 1)] == [64, 64]
+    assert machine.findings() == ""
+
+
 def test_memory_not_freed_is_reported_at_the_end():
     machine, lib = Machine(), library()
     lib.emu_tmem_new.restype = ctypes.c_void_p

@@ -80,11 +80,13 @@ def test_record(stand_in: types.SimpleNamespace, tmp_path: Path, capsys: pytest.
         "read_bytes": 22,
         "tma_read_bytes": 33,
         "read_sectors": 44,
-        "written_bytes": 55,
-        "written_sectors": 66,
-        "bank_conflicts": 77,
-        "barrier_waits": 88,
-        "matrix_flops": 99,
+        "unique_read_sectors": 55,
+        "written_bytes": 66,
+        "written_sectors": 77,
+        "unique_written_sectors": 88,
+        "bank_conflicts": 99,
+        "barrier_waits": 110,
+        "matrix_flops": 121,
     }
     assert record["kernels"][1]["launches"] == 2
     assert stand_in.targets == ["sm_90a"] * 2 + ["sm_103a"] * 2

@@ -24,8 +24,8 @@ static void coordinates(emu_in32 const *at, int rank, int lane, int32_t *out) {
     for (int i = 0; i < rank; i++) out[i] = (int32_t)at[i][lane];
 }
 
-/* One destination of a load: the box into shared memory at `to`. Returns the bytes read from global memory. */
-static uint64_t load_box(emu_warp *w, const emu_tensor_map *t, const int32_t *at, uint32_t to) {
+/* One destination of a load, `again` if not the first: the box into shared memory at `to`. Returns the bytes read from global memory. */
+static uint64_t load_box(emu_warp *w, const emu_tensor_map *t, const int32_t *at, uint32_t to, uint32_t again) {
     uint8_t row_bytes[EMU_BOX_ROW];
     uint32_t width = (uint32_t)(t->box[0] * t->element), window = to & ((1u << EMU_SHARED_RANK_SHIFT) - 1);
     uint64_t read = 0;
@@ -37,7 +37,7 @@ static uint64_t load_box(emu_warp *w, const emu_tensor_map *t, const int32_t *at
     emu_box_start(&walk, t, at);
     while (emu_box_next(&walk, &row)) {
         uint32_t low = (uint32_t)(row.first * t->element), high = (uint32_t)(row.last * t->element);
-        const uint8_t *from = high > low ? emu_global(w, row.global + low, high - low, EMU_READ | EMU_ASYNC) : 0;
+        const uint8_t *from = high > low ? emu_global(w, row.global + low, high - low, EMU_READ | EMU_ASYNC | again) : 0;
         emu_tensor_map_fill(t, row_bytes, (int)width);
         if (from) memcpy(row_bytes + low, from, high - low);
         read += high - low;
@@ -61,7 +61,7 @@ void emu_tma_load(emu_warp *w, uint32_t mask, int rank, int groups, emu_in32 to,
         coordinates(at, rank, lane, c);
         emu_async_begin(w, EMU_TWIN_MBAR(mbarrier[lane]));
         if (!multicast) {
-            emu_count(w, EMU_C_TMA_LOAD_BYTES, load_box(w, &t, c, to[lane]));
+            emu_count(w, EMU_C_TMA_LOAD_BYTES, load_box(w, &t, c, to[lane], 0));
             emu_mbar_complete_tx(w, mbarrier[lane], emu_tensor_map_bytes(&t));
             continue;
         }
@@ -71,7 +71,7 @@ void emu_tma_load(emu_warp *w, uint32_t mask, int rank, int groups, emu_in32 to,
             /* The signal goes to the same offset in the destination CTA; for a pair, to the one of the pair that the operand
              * names by its parity. */
             uint32_t parity = mbarrier[lane] >> EMU_SHARED_RANK_SHIFT & 1, signal = groups == 2 ? (r & ~1u) | parity : r;
-            read = load_box(w, &t, c, of_rank(r, to[lane]));
+            read = load_box(w, &t, c, of_rank(r, to[lane]), rest == (multicast[lane] & 0xffff) ? 0 : EMU_AGAIN);
             emu_mbar_complete_tx(w, of_rank(signal, mbarrier[lane]), emu_tensor_map_bytes(&t));
         }
         emu_count(w, EMU_C_TMA_LOAD_BYTES, read);

@@ -41,14 +41,25 @@ static uint8_t *matrix_row(emu_warp *w, uint32_t address, int lane, uint32_t acc
     return emu_shared(w, address, 16, access);
 }
 
-/* As for operands in shared memory (operand.h): row 0 of each 8x8 matrix must be settled, another that is not reads as NaN. */
+/* A matrix after the first of which nothing was ever written: rows that the kernel does not have. */
+static int absent(emu_warp *w, emu_in32 address, int matrix) {
+    for (int row = 0; row < 8; row++) {
+        uint32_t at = address[8 * matrix + row];
+        if (at & 15 || emu_settled(w, at, 16, 0) || !emu_settled(w, at, 16, EMU_NOINIT)) return 0;
+    }
+    return matrix > 0;
+}
+
+/* As for operands in shared memory (operand.h): row 0 of each 8x8 matrix must be settled unless the matrix is absent; another row
+ * that is not reads as NaN. */
 void emu_ldmatrix(emu_warp *w, uint32_t mask, int count, int transposed, emu_out32 const *out, emu_in32 address) {
     if (!whole_warp(w, mask, "ldmatrix")) return;
     for (int matrix = 0; matrix < count; matrix++) {
         uint16_t rows[8][8];
+        int none = absent(w, address, matrix);
         for (int row = 0; row < 8; row++) {
             uint32_t at = address[8 * matrix + row];
-            if (row && !(at & 15) && !emu_settled(w, at, 16, 0)) {
+            if ((row || none) && !(at & 15) && !emu_settled(w, at, 16, 0)) {
                 for (int i = 0; i < 8; i++) rows[row][i] = EMU_NAN16;
                 continue;
             }

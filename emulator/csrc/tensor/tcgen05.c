@@ -23,6 +23,7 @@ typedef struct {
 typedef struct {
     emu_tmem memory; /* first: cta->tmem points here */
     touched block[EMU_TMEM_LANES / EMU_BLOCK_LANES][EMU_TMEM_COLUMNS / EMU_BLOCK_COLUMNS];
+    uint32_t waiting; /* 1 + the warp that has allocated for its CTA of a pair and waits for the other CTA to do so */
 } tensor_memory;
 
 void *emu_tmem_new(emu_cta *cta) {
@@ -127,24 +128,33 @@ static void forget(emu_cta *cta, uint32_t column, uint32_t columns) {
         memset(&t->block[i][column / EMU_BLOCK_COLUMNS], 0, columns / EMU_BLOCK_COLUMNS * sizeof(touched));
 }
 
+/* A pair allocates collectively, each CTA in its own tensor memory: neither goes on before the other has executed it too. */
 int emu_tcgen05_alloc(emu_warp *w, uint32_t mask, int groups, emu_in32 to, emu_in32 columns) {
     emu_tmem *t = tmem_of(w->cta);
+    tensor_memory *own = (tensor_memory *)t;
     const char *error = emu_tmem_count_error(columns[0]);
+    emu_cta *pair[EMU_PAIR];
     uint8_t *cell;
     int at;
-    (void)groups; /* each CTA of a pair executes it for its own tensor memory */
-    if (!collective(w, mask, columns, "tcgen05.alloc")) return 0;
-    if (error) emu_finding(w, EMU_F_OPERAND, "tcgen05.alloc of %u columns: %s", columns[0], error);
-    else if (t->relinquished) emu_finding(w, EMU_F_TMEM, "tcgen05.alloc after the CTA relinquished its permit");
-    if (error || t->relinquished) return 0;
-    at = emu_tmem_allocate(t, columns[0]);
-    if (at < 0) return 1;
-    w->lane = 0;
-    if (emu_aligned(w, to[0], 4, "the result of tcgen05.alloc") && (cell = emu_shared(w, to[0], 4, EMU_WRITE))) {
-        uint32_t address = (uint32_t)at;
-        memcpy(cell, &address, 4);
+    if (!collective(w, mask, columns, "tcgen05.alloc") || !group_ctas(w, groups, pair)) return 0;
+    if (own->waiting != w->index + 1) {
+        if (error) emu_finding(w, EMU_F_OPERAND, "tcgen05.alloc of %u columns: %s", columns[0], error);
+        else if (t->relinquished) emu_finding(w, EMU_F_TMEM, "tcgen05.alloc after the CTA relinquished its permit");
+        if (error || t->relinquished) return 0;
+        at = emu_tmem_allocate(t, columns[0]);
+        if (at < 0) return emu_unit_waits(w, EMU_FOR_TMEM);
+        w->lane = 0;
+        if (emu_aligned(w, to[0], 4, "the result of tcgen05.alloc") && (cell = emu_shared(w, to[0], 4, EMU_WRITE))) {
+            uint32_t address = (uint32_t)at;
+            memcpy(cell, &address, 4);
+        }
+        w->lane = -1;
+        if (groups == 1) return 0;
+        w->cta->pair_allocs++;
+        own->waiting = w->index + 1;
     }
-    w->lane = -1;
+    if (pair[~w->cta->rank & 1]->pair_allocs < w->cta->pair_allocs) return emu_unit_waits(w, EMU_FOR_PEER_ALLOC);
+    own->waiting = 0;
     return 0;
 }
 
