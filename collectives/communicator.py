@@ -230,7 +230,7 @@ class Communicator:
         heap = SymmetricHeap(chosen.transport, rendezvous, timeout_s=meeting_s)
         try:
             start = Start.of(heap.device, layout, top_k)
-            sharing = start.agree(rendezvous, meeting_s)  # sizes of one product too differ before any mapping
+            sharing = start.agree(rendezvous, meeting_s)  # first: sizes of one product would be mapped alike
             buffers = {
                 name: heap.allocate(layout.nbytes, name, torch.bfloat16, layout.slot_bytes)
                 for name in CHANNELS

@@ -39,7 +39,7 @@ LOADED = "the loading of a communicator's kernels"
 
 @dataclass(frozen=True)
 class Start:
-    """What ranks compare before anything is allocated. place: the same for ranks on one device."""
+    """What ranks compare before anything is mapped. place: the same for ranks on one device."""
 
     place: tuple[Any, ...]
     hidden: int

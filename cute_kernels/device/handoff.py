@@ -1,8 +1,8 @@
 """Values handed from CTA to CTA through global memory, where a cluster's shared memory does not reach.
 
-A 64-bit word carries 32 bits of payload and the epoch of the launch in one access, so
-that no fence and no flag is needed: a reader that finds the epoch has found the payload. Who polls bounds it:
-a writer may never come.
+A 64-bit word carries 32 bits of payload and the epoch of the launch in one access, so that no fence and no
+flag is needed: a reader that finds the epoch has found the payload. Who polls bounds it: a writer may never
+come.
 """
 
 from __future__ import annotations

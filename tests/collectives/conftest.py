@@ -38,11 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(out)]
 
 
-def free_device_memory() -> int:
-    """Bytes free on the current GPU once its work is done; for tests that compare this to the byte, so that
-    they skip beside the other workers of pytest-xdist, whose allocations are on the same GPU."""
+def alone_on_the_gpu() -> None:
+    """For tests that compare free bytes exactly: skips beside the other workers of pytest-xdist, whose
+    allocations are on the same GPU."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("counts the free bytes of a GPU that other workers use: runs without -n")
+
+
+def free_device_memory() -> int:
+    """Bytes free on the current GPU once its work is done, `alone_on_the_gpu`."""
+    alone_on_the_gpu()
     torch.cuda.synchronize()
     return int(torch.cuda.mem_get_info()[0])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives.transports import shm
-from tests.collectives.conftest import free_device_memory
+from tests.collectives.conftest import alone_on_the_gpu, free_device_memory
 from tests.collectives.spawner import Ranks
 from tests.collectives.worker import TIMEOUT_S
 
@@ -163,7 +163,7 @@ def test_killed_while_memory_is_mapped() -> None:
 
 def test_resets_leak_neither_descriptors_nor_memory(ranks: Ranks) -> None:
     if ranks.device != "cpu":
-        free_device_memory()  # can be told apart from other processes' here
+        alone_on_the_gpu()
     ranks.all("start")
     ranks.all("reset")
     good(ranks.all("rounds", n=2, first=0), 2)
