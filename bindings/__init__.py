@@ -19,6 +19,7 @@ from bindings.errors import (
     WarmupRequired,
 )
 from bindings.explanation import Explanation, explain
+from bindings.mix import check
 from bindings.preparation import WarmupConfig, WarmupReport, warmup
 from bindings.registry import ModelConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "WarmupReport",
     "WarmupRequired",
     "backend",
+    "check",
     "explain",
     "ops",
     "warmup",

@@ -24,8 +24,9 @@ class CacheError(RuntimeError):
 
 
 class HandoffTimeout(RuntimeError):  # noqa: N818
-    """CTAs of an earlier launch waited for another one's values for so long that they gave up. The call that
-    raises this launched nothing."""
+    """CTAs of an earlier launch on the device, eager or of a graph, waited for another one's values for so
+    long that they gave up; results since then may hold NaNs. Raised by the next call of the kernel there,
+    which launches nothing, or by `bindings.check`. Outside a CUDA-graph capture all is as new then."""
 
 
 class FlashnextWarning(UserWarning):

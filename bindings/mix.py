@@ -3,7 +3,7 @@
 The grid must be resident as a whole. A device with too few SMs fails a guard; one that has them but not for
 this process (MPS, a green context, another tenant) refuses the launch, and then the GEMM path serves that
 call and, on that device, all later ones of its plan. CTAs wait for each other no longer than
-`mix_plan.WAIT_NS`; a wait that expired is an error of the next call.
+`mix_plan.WAIT_NS`; a wait that expired is an error of the next call on that device, or of `check`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bindings import emulated, gemm_mix, targets
-from bindings.errors import FlashnextWarning, HandoffTimeout
+from bindings import emulated, gemm_mix, targets, workspace
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
 from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig
-from bindings.workspace import Workspaces, stream_key, workspaces
+from bindings.workspace import OnDevice, Workspaces, stream_key, workspaces
 from cute_kernels.hyper import mix_plan
 
 MAX_ROWS = mix_plan.BUCKETS[-1]
@@ -137,24 +137,25 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
 
     def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
         index = normed.get_device()
+        if index >= 0 and index != current_device():
+            with torch.cuda.device(index):
+                return launch(normed, w_down, w_up, out, streams)
+        capturing = index >= 0 and is_capturing()
         spaces = known.get(index)
         if spaces is None:
             record_word = plan.control + mix_plan.RECORD
-            spaces = known[index] = workspaces(normed.device, plan, plan.workspace_words, record_word)
+            spaces = workspaces(normed.device, plan, plan.workspace_words, record_word=record_word)
+            known[index] = spaces
         if spaces.expired:
-            raise expired(index, spaces, index >= 0 and is_capturing())
+            settle(index, spaces.shared, capturing, "This call launched nothing")
         if index < 0:  # an emulated device: one stream
             if in_emulator:
-                emulated.device().register(spaces.record, "the record of an expired wait")
+                emulated.device().register(spaces.shared.record, "the record of an expired wait")
             return emulate(kernel, (normed, w_down, w_up, out), spaces)
         if index in refused:
             return gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
-        if index != current_device():
-            with torch.cuda.device(index):
-                return launch(normed, w_down, w_up, out, streams)
         assert current_stream is not None
         assert raw_stream is not None
-        capturing = is_capturing()
         stream = raw_stream(index) if capturing else stream_key(current_stream(index)[0])
         try:
             kernel(normed, w_down, w_up, out, spaces.of(stream, capturing))
@@ -170,34 +171,74 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
 def emulate(kernel: Callable[..., Any], tensors: tuple[Tensor, ...], spaces: Workspaces) -> None:
     """Runs the kernel in the emulator. A launch that does not end well (a finding, an interruption) may leave
     CTAs in different epochs, with which no later one could end: the workspace then starts anew."""
-    workspace = spaces.of(0, False)
+    held = spaces.of(0, False)
     try:
-        kernel(*tensors, workspace)
+        kernel(*tensors, held)
     except BaseException:
-        spaces.renew()
+        spaces.shared.renew()
         raise
 
 
-def expired(index: int, spaces: Workspaces, capturing: bool) -> HandoffTimeout:
-    """The error of a wait that expired on a device. The workspaces are as new then, except within a capture,
-    where nothing can be waited for."""
-    missing = spaces.expired - 1
-    if not capturing:
-        if index >= 0:
-            torch.cuda.synchronize(index)
-        spaces.renew()
+def check(device: torch.device | str | None = None) -> None:
+    """Raises HandoffTimeout if in an earlier launch of `hc_mix` on the device CTAs waited in vain for others.
+
+    For code that only replays graphs: an eager or captured call of `hc_mix` (up to 32 rows) looks by itself,
+    a replay cannot. device: a CUDA device, or "cpu" for the emulated one; None: all that ran `hc_mix`. Where
+    there is nothing to report it reads a word of host memory a device, and waits for nothing: what is still
+    running may report later, so a replay is known to be good by a check after a synchronisation. Before it
+    raises it waits for the device and makes the workspaces as new, so that later calls and replays are right
+    again; no other thread may launch or replay `hc_mix` on the device meanwhile. Within a CUDA-graph capture
+    of the calling thread it raises and changes nothing. Raises InvalidArgument for what is no such device.
+    """
+    for one in workspace.devices() if device is None else (_device(device),):
+        shared = workspace.on_device(one)
+        if shared is None or not shared.expired:
+            continue
+        if one.type != "cuda":
+            settle(-1, shared, False)
+        else:
+            with torch.cuda.device(one):
+                settle(one.index, shared, torch.cuda.is_current_stream_capturing())
+
+
+def _device(value: torch.device | str) -> torch.device:
+    allowed = "allowed a device of type cpu or cuda, or None"
+    try:
+        found = torch.device(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise InvalidArgument(f"check: device: got {value!r}, {allowed}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"check: device: got {value!r}, {allowed}")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    here = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if here and found.index is None else found
+
+
+def settle(index: int, shared: OnDevice, capturing: bool, launched: str = "") -> None:
+    """Raises the error of a wait that expired on a device, the current one if it is a CUDA device; returns if
+    another thread has settled it. All workspaces of the device are as new then, except within a capture,
+    where nothing can be waited for. launched: what to say of the call that found it."""
+    with shared.lock:
+        missing = shared.expired - 1
+        if missing < 0:
+            return
+        if not capturing:
+            if index >= 0:
+                torch.cuda.synchronize(index)
+            shared.renew()
     where = "the emulated device" if index < 0 else f"cuda:{index}"
     after = (
-        " and is inside a CUDA-graph capture; a call outside of it starts anew"
+        "inside a CUDA-graph capture nothing can be made as new; a call outside of it does that"
         if capturing
-        else "; the workspaces are as new, and the next call is served"
+        else "the workspaces are as new, and the next call is served"
     )
-    return HandoffTimeout(
+    raise HandoffTimeout(
         f"hc_mix on {where}: in an earlier launch CTAs waited for what others, CTA {missing} for one, were "
         f"to hand them, and it did not come in {mix_plan.WAIT_NS / 1e9:.0f} s. Results since then may hold "
         "NaNs. Possible causes: a kernel of another package between two calls, launched with programmatic "
-        "dependent launch, that skips its own wait; a captured graph that ran beside itself. This call "
-        f"launched nothing{after}"
+        "dependent launch, that skips its own wait; a captured graph that ran beside itself. "
+        + (f"{launched}; {after}" if launched else after[0].upper() + after[1:])
     )
 
 

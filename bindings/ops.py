@@ -11,8 +11,8 @@ Raises InvalidArgument (before anything is allocated, launched or written), Back
 backend cannot serve the call, WarmupRequired inside a graph capture that a first call would break.
 `bindings.explain` tells what serves a call.
 
-`weight`, `norm_weight`, `inject_weight`, `w_down`, `w_up`, `A_log` and `dt_bias` are read before a kernel
-waits for its predecessor (programmatic dependent launch, PDL): a parameter may not be written by the kernel
+`weight`, `norm_weight`, `inject_weight`, `w_down`, `A_log` and `dt_bias` are read before a kernel waits for
+its predecessor (programmatic dependent launch, PDL): such a parameter may not be written by the kernel
 directly before the operator that reads it, nor by one that only operators of this package separate from it.
 Any ordinary kernel in between, an event wait or a synchronisation makes it safe. All other inputs may come
 from the kernel directly before. A foreign kernel that uses PDL but skips its own wait breaks the chain for
@@ -190,7 +190,8 @@ def hc_mix(
 
     normed: [T, C*H], w_down: [R, C*H], w_up: [C*H, R]; streams: C, which no shape tells. Returns [T, H].
     Up to 32 rows one cooperative launch, whose CTAs wait for each other and must all be resident; where the
-    device refuses that, and for more rows, GEMMs.
+    device refuses that, and for more rows, GEMMs. Raises HandoffTimeout, and launches nothing, if CTAs of an
+    earlier launch on the device waited in vain (`bindings.check`).
     """
     if is_compiling():
         if out is None:

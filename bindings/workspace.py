@@ -1,14 +1,15 @@
 """Workspaces of kernels whose CTAs hand values to each other through global memory.
 
-A workspace starts as zeros and must never serve two launches at once. So each stream has its own, which its
-eager calls take in turn, and each CUDA-graph capture its own for every stream that it captures: two graphs
-may be replayed at once, and beside eager calls. One that a graph uses is never given to anything else, since
-nothing says when the graph is gone.
+A workspace starts as zeros, except for one word (below), and must never serve two launches at once. So each
+stream has its own, which its eager calls take in turn, and each CUDA-graph capture its own for every stream
+that it captures: two graphs may be replayed at once, and beside eager calls. One that a graph uses is never
+given to anything else, since nothing says when the graph is gone.
 
 Not told apart: executions of one graph at the same time (instantiated twice, or twice a child of another).
 
-A kernel whose wait expires says so in the record, a word of host memory whose address lies in the workspace
-(`Workspaces.expired`). What the workspace holds then is of no use until `renew`.
+A kernel whose wait expires says so in the record of its device, a word of host memory whose address lies in
+the workspace: whichever launch it was, of a graph or of another bucket of rows, the next one that looks finds
+it. What the workspaces hold then is of no use until `OnDevice.renew`.
 """
 
 from __future__ import annotations
@@ -70,37 +71,63 @@ def capture_id(stream: int) -> CaptureId | None:
     return None if error or status.value != 1 else number.value
 
 
-class Workspaces:
-    """The workspaces of one size on one device. record_word: the one that holds the address of the record."""
+class OnDevice:
+    """What all workspaces of a device share: the record of an expired wait. lock: held from reading it to
+    clearing it, so that of several threads that find it one renews, before any of them launches again."""
 
-    def __init__(self, device: torch.device, words: int, record_word: int = 0):
-        self.device, self.words, self.record_word = device, words, record_word
+    def __init__(self, device: torch.device):
+        self.device = device
         self.record = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._record = ctypes.c_int32.from_address(self.record.data_ptr())
+        self.value = ctypes.c_int32.from_address(self.record.data_ptr())
+        self.members: list[Workspaces] = []
+        self.lock = threading.RLock()
+
+    @property
+    def expired(self) -> int:
+        """What a kernel whose wait expired wrote into the record, 0 if none has since the last `renew`."""
+        return self.value.value
+
+    def renew(self) -> None:
+        """Sets all workspaces of the device, those that graphs use too, to what they were when new, then the
+        record to 0. With no kernel at work on them: what such a kernel still writes would be mixed with it.
+        Not within a capture."""
+        with self.lock:
+            for one in tuple(self.members):
+                one.renew()
+            self.value.value = 0
+
+
+class Workspaces:
+    """The workspaces of one size on one device. record_word: the one that holds the address of the record, if
+    one does."""
+
+    def __init__(self, shared: OnDevice, words: int, *, record_word: int | None):
+        self.shared, self.words, self.record_word = shared, words, record_word
+        self.device, self._value = shared.device, shared.value
         self.eager: dict[int, Tensor] = {}
         self.captured: dict[tuple[int, int], Tensor] = {}
         self.kept: list[Tensor] = []
         self.spare: list[Tensor] = []
         self.blocks: list[Tensor] = []
         self.lock = threading.Lock()
+        shared.members.append(self)
 
     @property
     def expired(self) -> int:
-        """What a kernel whose wait expired wrote into the record, 0 if none has since the last `renew`."""
-        return self._record.value
+        """As `OnDevice.expired`."""
+        return self._value.value
 
     def renew(self) -> None:
-        """Sets all workspaces, those that graphs use too, to what they were when new. With no kernel at work
-        on them: what such a kernel still writes would be mixed with it. Not within a capture."""
+        """These alone, and not the record: for `OnDevice.renew`."""
         with self.lock, torch.inference_mode():  # they may be inference tensors
             for block in self.blocks:
                 self._clear(block)
             self._finish()
-            self._record.value = 0
 
     def _clear(self, workspaces: Tensor) -> None:
         workspaces.zero_()
-        workspaces[..., self.record_word].fill_(self.record.data_ptr())
+        if self.record_word is not None:
+            workspaces[..., self.record_word].fill_(self.shared.record.data_ptr())
 
     def _finish(self) -> None:
         if self.device.type == "cuda":  # any stream may use them from here on
@@ -145,16 +172,31 @@ class Workspaces:
         return own
 
 
+_devices: dict[torch.device, OnDevice] = {}
 _all: dict[tuple[torch.device, Hashable], Workspaces] = {}
 _lock = threading.Lock()
 
 
-def workspaces(device: torch.device, user: Hashable, words: int, record_word: int = 0) -> Workspaces:
+def on_device(device: torch.device) -> OnDevice | None:
+    """What the workspaces of a device share; None if it has none so far."""
+    return _devices.get(device)
+
+
+def devices() -> tuple[torch.device, ...]:
+    """The devices that have workspaces."""
+    return tuple(_devices)
+
+
+def workspaces(device: torch.device, user: Hashable, words: int, *, record_word: int | None) -> Workspaces:
     """The workspaces of a size on a device, which has an index if it is a CUDA device. user: what they are
     for; different users share none. record_word: as in `Workspaces`."""
     key = (device, user)
     found = _all.get(key)
     if found is None:
         with _lock:
-            found = _all.setdefault(key, Workspaces(device, words, record_word))
+            found = _all.get(key)
+            if found is None:
+                shared = _devices.get(device) or OnDevice(device)
+                found = Workspaces(shared, words, record_word=record_word)
+                _devices[device], _all[key] = shared, found
     return found

@@ -16,23 +16,22 @@ Work        a cooperative grid of clusters. A cluster owns `down_rows` rows of w
             3. it adds them, applies silu and publishes pairs of values, each with the launch's epoch in
                one 64-bit word (device/handoff.py): no fence, no flag, nothing to be zeroed;
             4. every CTA polls the words of the T rows, each until it is there, puts them into shared memory,
-               multiplies by its rows
-               of w_up (SM90 has them in registers by then), and finishes its outputs.
+               multiplies by its rows of w_up (SM90 has them in registers by then), and finishes its outputs.
 Bytes       2*(R*W + W*R): each weight once, by construction; the activations once a cluster and again for
             the outputs; 4*T*R of words a CTA.
 Rounding    twice: t, and the result. Sums fp32.
 Order       fixed by the shapes, the target and the bucket: slabs of K within a warp, warps, CTAs of the
             cluster by rank; no atomics.
 Waiting     CTAs wait for each other, so all must be resident: the launch is cooperative, and fails where they
-            do not fit. No two launches may use the workspace at once. It starts as zeros; every launch writes
-            all its words, those of rows past T too. Each CTA keeps the epoch, one higher every launch, in a
-            word of its own.
-Bound       Every POLLS_A_LOOK-th look that fails is followed by one at the clock and at the workspace's
-            poison word. After mix_plan.WAIT_NS a thread sets that word and the host's record, and goes on
-            with NaNs in place of what is missing: they reach every output that depends on it, no CTA is left
-            waiting, and later launches that miss something find the poison. The waits at mbarriers have no
-            bound of their own: a copy ends, and what the CTAs of a cluster, which start together, send each
-            other needs nobody else, or a wait that is bounded.
+            do not fit. No two launches may use the workspace at once. It starts as zeros, except for the
+            record's address; every launch writes all words of inner activations, those of rows past T too.
+            Each CTA keeps the epoch, one higher every launch, in a word of its own.
+Bound       Every POLLS_A_LOOK-th poll is followed by a look at the clock and at the workspace's poison word.
+            After mix_plan.WAIT_NS a thread sets that word, names who is missing in the host's record, and
+            goes on with NaNs in place of what did not come: they reach every output that depends on it, no
+            CTA is left waiting, and later launches that miss something find the poison, and leave the record
+            alone. The waits at mbarriers have no bound of their own: a copy ends, and what the CTAs of a
+            cluster, which start together, send each other needs nobody else, or a wait that is bounded.
 Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
             dependency wait, when this launch has completed: no word changes that is still polled, and a word
             holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
@@ -355,7 +354,7 @@ class HcMix:
         base = workspace.iterator.toint() + Int64(p.header_words * 8)
         if warp * 32 < count:
             # whole warps: the loop ends for all lanes at once
-            waits, late, polls, start = Int32(1), Int32(0), Int32(0), Int64(0)
+            waits, late, own, polls, start = Int32(1), Int32(0), Int32(0), Int32(0), Int64(0)
             while waits != 0:
                 found = [
                     poll2(base + Int64((i * p.threads + tid) * 16), wanted[i], epoch) for i in range(passes)
@@ -365,18 +364,21 @@ class HcMix:
                     first, first_epoch, second, second_epoch = found[i]
                     got[0, i] = select(wanted[i] != 0, first, got[0, i])
                     got[1, i] = select(wanted[i] != 0, second, got[1, i])
-                    missing = (first_epoch != epoch) | (second_epoch != epoch)
-                    wanted[i] = select(missing, wanted[i], Int32(0))
-                    pending = pending | missing
+                    # which of the two is missing, for the report: 1 or 2
+                    second_lacks = select(second_epoch != epoch, Int32(2), Int32(0))
+                    wanted[i] = select(first_epoch != epoch, Int32(1), second_lacks)
+                    pending = pending | (wanted[i] != 0)
                 waits = cute.arch.vote_ballot_sync(pending)
                 polls += 1
                 if polls % POLLS_A_LOOK == 0:
                     now = system.nanoseconds()
                     start = select(start == 0, now, start)
-                    stop = cute.arch.vote_ballot_sync(self.expired(workspace, now - start))
+                    over, poisoned = self.expired(workspace, now - start)
+                    own = cute.arch.vote_ballot_sync(over)
+                    stop = own | cute.arch.vote_ballot_sync(poisoned)
                     late, waits = select(stop != 0, waits, late), select(stop != 0, Int32(0), waits)
             if late != 0:
-                self.report(workspace, got, wanted, tid)
+                self.report(workspace, got, wanted, own, tid)
             for i in cutlass.range_constexpr(passes):
                 at = i * p.threads + tid
                 if at < count:
@@ -390,26 +392,28 @@ class HcMix:
                 cute.arch.fence_proxy("async.shared", space="cta")  # the MMA reads them by that proxy
 
     @cute.jit
-    def expired(self, workspace: cute.Tensor, waited) -> Boolean:
-        """Whether this wait is too long, or another one was."""
+    def expired(self, workspace: cute.Tensor, waited) -> tuple[Boolean, Boolean]:
+        """Whether this wait is too long, and whether another one was."""
         control = self.plan.control
         limit = workspace[control + mix_plan.LIMIT]
         limit = select(limit == 0, Int64(mix_plan.WAIT_NS), limit)
         poison = system.load4(workspace.iterator.toint() + Int64((control + mix_plan.POISON) * 8))
-        return (waited > limit) | (poison != 0)
+        return waited > limit, poison != 0
 
     @cute.jit
-    def report(self, workspace: cute.Tensor, got: cute.Tensor, wanted: cute.Tensor, tid):
-        """Says that a wait has expired, and which CTA is missing; what did not come becomes NaNs."""
+    def report(self, workspace: cute.Tensor, got: cute.Tensor, wanted: cute.Tensor, own, tid):
+        """What did not come becomes NaNs. own: not 0 if it was this wait that expired; then the record names
+        a CTA that is missing. What a wait that the poison ended lacks may only have been late."""
         p = self.plan
         for i in cutlass.range_constexpr(cute.size(wanted)):
             if wanted[i] != 0:
                 got[0, i], got[1, i] = Int32(NANS), Int32(NANS)
                 at = i * p.threads + tid
-                row, k = at // (p.words // 2), at % (p.words // 2)  # k: four elements
-                cta = k * 4 // p.down_rows * p.cluster + row // p.columns
+                row, k = at // (p.words // 2), at % (p.words // 2)  # k: four elements, of two words
+                element = k * 4 + (wanted[i] - 1) * 2
+                cta = element // p.down_rows * p.cluster + row // p.columns
                 record = workspace[p.control + mix_plan.RECORD]
-                if record != 0:
+                if (own != 0) & (record != 0):
                     system.store4(record, cta + 1)
         system.store4(workspace.iterator.toint() + Int64((p.control + mix_plan.POISON) * 8), 1)
 

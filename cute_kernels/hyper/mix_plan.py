@@ -17,9 +17,9 @@ STREAMS = (1, 2, 4, 8)
 MAX_SMEM = 227 * 1024
 
 CTAS = 120
-"""CTAs of the grid, at most, each with an SM of its own: of clusters of eight such CTAs an H200 holds 15. A
-device whose SMs lie otherwise may hold fewer: it refuses the launch. 128 CTAs, some of which share an SM, end
-later: the SMs that hold two of them have twice as much to take in."""
+"""CTAs of the grid, at most, each with an SM of its own at the model's shapes: of clusters of eight such CTAs
+an H200 holds 15. A device whose SMs lie otherwise may hold fewer: it refuses the launch. 128 CTAs, some of
+which share an SM, end later: the SMs that hold two of them have twice as much to take in."""
 
 POISON, RECORD, LIMIT = 0, 1, 2
 """Words of the workspace behind `MixPlan.control`. POISON: not 0 once a wait has expired. RECORD: the address

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import bindings
 from bindings import explain, gemm_mix, mix, ops, reference, workspace
-from bindings.errors import FlashnextWarning, HandoffTimeout
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
 from bindings.registry import IMPLEMENTATIONS
-from bindings.workspace import SPARES, Workspaces
+from bindings.workspace import SPARES, OnDevice, Workspaces
 from cute_kernels.hyper import mix_plan
 from tests.bindings.calls import SMALL, Call, Jit, make
 
@@ -62,6 +66,10 @@ def plan_of_the_call() -> mix_plan.MixPlan:
     found = mix_plan.plan(64, 4, 16, 8, "sm_90a")
     assert isinstance(found, mix_plan.MixPlan)
     return found
+
+
+def spaces_of(plan: mix_plan.MixPlan) -> Workspaces:
+    return workspace.workspaces(CPU, plan, plan.workspace_words, record_word=plan.control + mix_plan.RECORD)
 
 
 class Index(Tensor):
@@ -170,7 +178,7 @@ def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
     for _ in range(2):
         function(*arguments)
     assert found == [False, False, True]
-    workspace.workspaces(CPU, plan, plan.workspace_words).renew()
+    spaces_of(plan).shared.renew()
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -180,7 +188,7 @@ def test_a_wait_that_expired_is_an_error_of_the_next_call(
     """It launches nothing; outside a capture the workspaces are as new then, so that the next call is
     served."""
     plan, given = plan_of_the_call(), list[Tensor]()
-    spaces = workspace.workspaces(CPU, plan, plan.workspace_words, plan.control + mix_plan.RECORD)
+    spaces = spaces_of(plan)
 
     def kernel(*args: Any) -> None:
         given.append(args[-1])
@@ -196,9 +204,127 @@ def test_a_wait_that_expired_is_an_error_of_the_next_call(
         if not capturing:
             launch(lambda *args: None)
     finally:
-        spaces.renew()
+        spaces.shared.renew()
     assert spaces.expired == 0
-    assert given[0][plan.control + mix_plan.RECORD] == spaces.record.data_ptr()
+    assert given[0][plan.control + mix_plan.RECORD] == spaces.shared.record.data_ptr()
+
+
+@pytest.fixture
+def expired(compiled: Jit) -> Iterator[Workspaces]:
+    """Of the 16-row bucket, one of them poisoned, as if a wait had expired in it. Nothing says
+    so but the device's record."""
+    plan = mix_plan.plan(64, 4, 16, 16, "sm_90a")
+    assert isinstance(plan, mix_plan.MixPlan)
+    spaces = spaces_of(plan)
+    spaces.of(0, False)[: plan.control + 1] = 9
+    spaces.shared.value.value = 3
+    yield spaces
+    spaces.shared.renew()
+
+
+def poisoned(spaces: Workspaces) -> bool:
+    return bool(spaces.of(0, False)[: spaces.record_word].any())
+
+
+def test_a_call_of_another_bucket_says_it_too(expired: Workspaces, launch: Callable[..., Tensor]) -> None:
+    """And all buckets' workspaces are as new then."""
+    given: list[Tensor] = []
+    with pytest.raises(HandoffTimeout, match=r"CTA 2 for one.* launched nothing"):
+        launch(lambda *args: given.append(args[-1]))
+    assert given == []
+    assert not poisoned(expired)
+    launch(lambda *args: given.append(args[-1]))
+    assert len(given) == 2
+
+
+@pytest.mark.parametrize("device", [None, "cpu", CPU])
+def test_check(
+    device: torch.device | str | None, expired: Workspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For who only replays graphs; where there is nothing to say nothing is waited for."""
+    with pytest.raises(HandoffTimeout, match=r"^hc_mix on the emulated device: .* CTA 2 for one") as error:
+        bindings.check(device)
+    assert "launched nothing" not in str(error.value)
+    assert str(error.value).endswith("itself. The workspaces are as new, and the next call is served")
+    assert not poisoned(expired)
+    with monkeypatch.context() as none:
+        none.setattr(workspace.OnDevice, "renew", None)
+        none.setattr(torch.cuda, "synchronize", None)
+        for one in (device, "cuda:7", "cuda"):  # the latter ran nothing
+            bindings.check(one)
+
+
+@pytest.mark.parametrize("device", ["meta", "nowhere", 1.5])
+def test_check_refuses_what_is_no_such_device(device: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^check: device: got .*, allowed a device of type cpu or cuda"
+    ):
+        bindings.check(device)
+
+
+def test_two_threads_that_find_one_expired_wait(
+    expired: Workspaces, launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first renews and raises; the other, which found the record too, waits for that and launches."""
+    found, renewed, kernels = threading.Semaphore(0), list[int](), list[Tensor]()
+    settle, renew = mix.settle, workspace.OnDevice.renew
+
+    def settling(*args: Any) -> None:
+        assert args[1].expired
+        found.release()
+        settle(*args)
+
+    def renewing(shared: workspace.OnDevice) -> None:
+        assert found.acquire(timeout=60)  # both threads have found the record
+        assert found.acquire(timeout=60)
+        time.sleep(0.05)
+        renewed.append(1)
+        renew(shared)
+
+    monkeypatch.setattr(mix, "settle", settling)
+    monkeypatch.setattr(workspace.OnDevice, "renew", renewing)
+    results = list[str]()
+
+    def call() -> None:
+        try:
+            launch(lambda *args: kernels.append(args[-1]))
+            results.append("served")
+        except HandoffTimeout:
+            results.append("raised")
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.undo()
+    assert sorted(results) == ["raised", "served"]
+    assert len(renewed) == 1
+    assert len(kernels) == 2  # of one of them
+
+
+def test_a_call_on_another_device_than_the_current_one(
+    expired: Workspaces, launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture on the current device is none on the tensors': what has expired there is renewed."""
+    current = [1]
+
+    @contextlib.contextmanager
+    def on(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    call, out = make("hc_mix"), torch.empty(3, 64, dtype=torch.bfloat16)
+    function = mix.launcher(lambda *args: None, plan_of_the_call())
+    arguments = Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4
+    with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* the workspaces are as new"):
+        function(*arguments)
+    assert not poisoned(expired)
+    function(*arguments)
 
 
 def test_the_kernel_gets_a_workspace_of_its_stream(launch: Callable[..., Tensor]) -> None:
@@ -210,7 +336,7 @@ def test_the_kernel_gets_a_workspace_of_its_stream(launch: Callable[..., Tensor]
 
 def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One a stream, one a stream of a capture, none given twice."""
-    spaces = Workspaces(CPU, 32, 3)
+    spaces = Workspaces(OnDevice(CPU), 32, record_word=3)
     number = 1
     monkeypatch.setattr(workspace, "capture_id", lambda stream: number)
     eager = [spaces.of(stream, False) for stream in (1, 2)]
@@ -221,11 +347,11 @@ def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> 
     captured.append(spaces.of(1, True))
     everything = [*eager, *captured]
     assert len({t.data_ptr() for t in everything}) == len(everything) == 5
-    address = [0, 0, 0, spaces.record.data_ptr(), *[0] * 28]
+    address = [0, 0, 0, spaces.shared.record.data_ptr(), *[0] * 28]
     assert all(t.tolist() == address for t in everything)
     for t in everything:
         t.fill_(5)
-    spaces.renew()
+    spaces.shared.renew()
     assert all(t.tolist() == address for t in everything)
 
 
@@ -250,12 +376,12 @@ def test_what_tells_streams_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_capture_that_finds_no_spare_or_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without spares the memory is the graph's; without a number every launch gets its own."""
-    spaces = Workspaces(CPU, 32)
+    spaces = Workspaces(OnDevice(CPU), 32, record_word=None)
     monkeypatch.setattr(workspace, "capture_id", lambda stream: None)
     found = [spaces.of(1, True) for _ in range(3)]
     assert len({t.data_ptr() for t in found}) == 3
     assert [t.data_ptr() for t in spaces.kept] == [t.data_ptr() for t in found]
-    spaces.of(1, False)
+    assert not spaces.of(1, False).any()  # no record
     assert len(spaces.spare) == SPARES - 1
     taken = [spaces.of(1, True) for _ in range(SPARES)]
     assert spaces.spare == []

@@ -3,9 +3,12 @@ workspace held before, a CTA that is missing, a grid that does not fit."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -164,8 +167,8 @@ def test_what_the_workspace_held_does_not_matter(epoch: int, monkeypatch: pytest
 
 def workspaces(T: int) -> workspace.Workspaces:
     """Those of the bucket of T rows."""
-    record = plan(T).control + mix_plan.RECORD
-    return workspace.workspaces(DEVICE, plan(T), plan(T).workspace_words, record)
+    word = plan(T).control + mix_plan.RECORD
+    return workspace.workspaces(DEVICE, plan(T), plan(T).workspace_words, record_word=word)
 
 
 def key() -> int:
@@ -173,12 +176,18 @@ def key() -> int:
     return workspace.stream_key(torch.cuda.current_stream().stream_id)
 
 
-def break_off(held: Tensor, T: int) -> None:
-    """Lets a CTA have counted another number of launches than all others, as if it were late for ever, and
-    the others wait 20 ms for it."""
+@contextlib.contextmanager
+def broken_off(held: Tensor, T: int) -> Iterator[None]:
+    """Within the context, until something renews it, a CTA has counted another number of launches than all
+    others, as if it were late for ever, and the others wait 20 ms for it."""
     held[plan(T).control + mix_plan.LIMIT] = 20_000_000
     held.view(torch.int32)[0] += 1000
     torch.cuda.synchronize()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        workspaces(T).shared.renew()
 
 
 @pytest.mark.parametrize("T", [1, 16, 32])
@@ -187,58 +196,83 @@ def test_a_wait_for_a_cta_that_never_publishes(T: int) -> None:
     the one after it is right."""
     args = inputs(T)
     expected = ops.hc_mix(**args)
-    break_off(workspaces(T).of(key(), False), T)
-    lost = ops.hc_mix(**args)
-    torch.cuda.synchronize()
-    assert lost[0].isnan().all()
-    with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* launched nothing; the workspaces"):
-        ops.hc_mix(**args)
-    for _ in range(3):
-        assert_same_bits(ops.hc_mix(**args), expected, "after it")
+    with broken_off(workspaces(T).of(key(), False), T):
+        lost = ops.hc_mix(**args)
+        torch.cuda.synchronize()
+        assert lost[0].isnan().all()
+        with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* launched nothing; the workspaces"):
+            ops.hc_mix(**args)
+        for _ in range(3):
+            assert_same_bits(ops.hc_mix(**args), expected, "after it")
 
 
-def test_a_wait_that_expires_within_a_graph() -> None:
-    """Later replays leave at once; the next call outside it says why, and replays are right again."""
-    args = inputs(2)
+@pytest.mark.parametrize("by", ["check", "call", "call of another bucket"])
+def test_a_wait_that_expires_within_a_graph(by: str) -> None:
+    """Later replays leave at once; the next call outside it, or a check, says why, and replays are right
+    again."""
+    args, more = inputs(2), inputs(12)
     expected, out = ops.hc_mix(**args), torch.empty_like(inputs(2)["normed"][:, :2560])
+    expected_of_more = ops.hc_mix(**more)
     before = set(workspaces(2).captured)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(50):
             ops.hc_mix(**args, out=out)
     (used,) = set(workspaces(2).captured) - before
-    break_off(workspaces(2).captured[used], 2)
-    start = time.perf_counter()
-    for _ in range(2):
+    bindings.check(DEVICE)
+    with broken_off(workspaces(2).captured[used], 2):
+        start = time.perf_counter()
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert time.perf_counter() - start < 0.5  # not a hundred times 20 ms
+        assert out[0].isnan().all()
+        looks = {"check": bindings.check, "call": partial(ops.hc_mix, **args)}
+        look = looks.get(by, partial(ops.hc_mix, **more))
+        with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .*he workspaces are as new"):
+            look()
+        bindings.check(DEVICE)
         graph.replay()
-    torch.cuda.synchronize()
-    assert time.perf_counter() - start < 0.5  # not a hundred times 20 ms
-    assert out[0].isnan().all()
-    with pytest.raises(HandoffTimeout):
-        ops.hc_mix(**args)
-    graph.replay()
-    assert_same_bits(out, expected, "after it")
+        assert_same_bits(out, expected, "after it")
+        assert_same_bits(ops.hc_mix(**more), expected_of_more, "of another bucket")
 
 
 def test_a_green_context() -> None:
     """A part of the SMs, too small for the grid: GEMMs serve, nothing hangs."""
     driver = pytest.importorskip("cuda.bindings.driver")
 
-    def done(answer):  # type: ignore[no-untyped-def]
-        if answer[0] != driver.CUresult.CUDA_SUCCESS:
-            pytest.skip(f"no green contexts here: {answer[0]}")
-        return answer[1] if len(answer) == 2 else answer[1:]
+    def call(name: str, *arguments: Any) -> Any:
+        """What a driver function returns; skips where there is no such function, or it is not supported."""
+        function = getattr(driver, name, None)
+        if function is None:
+            pytest.skip(f"cuda.bindings has no {name}")
+        try:
+            error, *values = function(*arguments)
+        except RuntimeError as missing:
+            if "not found" not in str(missing):
+                raise
+            pytest.skip(f"the driver has no {name}: {missing}")
+        if error == driver.CUresult.CUDA_ERROR_NOT_SUPPORTED:
+            pytest.skip(f"{name}: {error}")
+        assert error == driver.CUresult.CUDA_SUCCESS, f"{name}: {error}"
+        return values[0] if len(values) == 1 else values
 
     args = inputs(12)
     expected = ops.hc_mix(**args)  # loads the kernel
-    device = done(driver.cuDeviceGet(DEVICE.index))
-    whole = done(driver.cuDeviceGetDevResource(device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
-    parts, _, _ = done(driver.cuDevSmResourceSplitByCount(1, whole, 0, 32))
-    few = done(driver.cuDevResourceGenerateDesc(parts, 1))
-    flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-    context = done(driver.cuGreenCtxCreate(few, device, flag))
-    stream = done(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
-    try:
+    device = call("cuDeviceGet", DEVICE.index)
+    whole = call("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    parts, _, _ = call("cuDevSmResourceSplitByCount", 1, whole, 0, 32)
+    few = call("cuDevResourceGenerateDesc", parts, 1)
+    with contextlib.ExitStack() as after:
+        flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        context = call("cuGreenCtxCreate", few, device, flag)
+        after.callback(driver.cuGreenCtxDestroy, context)
+        kind = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = call("cuGreenCtxStreamCreate", context, kind, 0)
+        after.callback(driver.cuStreamDestroy, stream)
+        after.callback(workspaces(12).shared.renew)
+        after.callback(torch.cuda.synchronize)
+        after.callback(mix._refused[plan(12)].clear)
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
             workspaces(12).of(key(), False)[plan(12).control + mix_plan.LIMIT] = 10**9
             torch.cuda.synchronize()
@@ -247,10 +281,6 @@ def test_a_green_context() -> None:
         torch.cuda.synchronize()
         judge("hc_mix", on_cpu(args), (result,))
         assert not workspaces(12).expired
-    finally:
-        mix._refused[plan(12)].clear()
-        driver.cuStreamDestroy(stream)
-        driver.cuGreenCtxDestroy(context)
     assert_same_bits(ops.hc_mix(**args), expected, "on the whole device")
 
 

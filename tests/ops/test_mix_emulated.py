@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -70,18 +72,85 @@ def test_a_wait_for_a_cta_that_never_publishes(target: str) -> None:
     inputs = mix(Draw("emulated"), T=2, dtype=torch.bfloat16, **SMALL)
     plan = mix_plan.plan(64, 4, 32, 8, target)
     assert isinstance(plan, mix_plan.MixPlan)
-    spaces = workspace.workspaces(
-        torch.device("cpu"), plan, plan.workspace_words, plan.control + mix_plan.RECORD
-    )
+    spaces = spaces_of(plan)
     held = spaces.of(0, False)
     held[plan.control + mix_plan.LIMIT] = 20_000  # nanoseconds
     held.view(torch.int32)[plan.cluster] = 77  # the CTA publishes a part of the first rows
-    with emulated.options(target=target), bindings.backend("emulator"):
-        lost = ops.hc_mix(**inputs)
-        assert plan.columns == 2
-        assert lost.isnan().all()
-        assert spaces.expired
-        with pytest.raises(HandoffTimeout, match=r"^hc_mix on the emulated device: .* launched nothing"):
-            ops.hc_mix(**inputs)
-        judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
-        assert not spaces.expired
+    try:
+        with emulated.options(target=target), bindings.backend("emulator"):
+            lost = ops.hc_mix(**inputs)
+            assert plan.columns == 2
+            assert lost.isnan().all()
+            assert spaces.expired
+            with pytest.raises(HandoffTimeout, match=r"^hc_mix on the emulated device: .* launched nothing"):
+                ops.hc_mix(**inputs)
+            judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
+            assert not spaces.expired
+    finally:
+        spaces.shared.renew()
+
+
+def spaces_of(plan: mix_plan.MixPlan) -> workspace.Workspaces:
+    return workspace.workspaces(
+        torch.device("cpu"), plan, plan.workspace_words, record_word=plan.control + mix_plan.RECORD
+    )
+
+
+LATE = 4, 8
+"""CTAs: of odd and even clusters, whose words are the second and the first of a pair."""
+
+
+@pytest.fixture
+def late_publish(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a workspace's first launch CTA 4 publishes late, in its second one CTA 8."""
+    cutlass = pytest.importorskip("cutlass")
+    import cutlass.cute as cute
+
+    from cute_kernels.device import handoff, system
+    from cute_kernels.device.math import select
+    from cute_kernels.hyper import mix as kernel
+
+    @cute.jit
+    def publish(payload, epoch, address):  # type: ignore[no-untyped-def]
+        cta, _, _ = cute.arch.block_idx()
+        now = system.nanoseconds()
+        end = now + select(cta == select(epoch == 1, cutlass.Int32(LATE[0]), LATE[1]), DELAY, 0)
+        while now < end:
+            now = system.nanoseconds()
+        handoff.publish(payload, epoch, address)
+
+    DELAY = cutlass.Int64(1_000_000)
+    monkeypatch.setattr(kernel, "publish", publish)
+    emulated._compiled.cache_clear()
+    yield
+    emulated._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_the_record_names_who_was_missing(target: str, late_publish: None) -> None:
+    """The CTA that was late in the first launch, also when its word is the second of a pair, of another
+    cluster than the first; not who was late in the second one, which others left because of the first."""
+    inputs = mix(Draw("emulated"), T=2, dtype=torch.bfloat16, **SMALL)
+    plan = mix_plan.plan(64, 4, 32, 8, target)
+    assert isinstance(plan, mix_plan.MixPlan)
+    assert (plan.cluster, plan.down_rows) == (4, 2)
+    others = LATE[0] * plan.up_hidden  # outputs of CTAs that were not late: these found everything
+    spaces = spaces_of(plan)
+    spaces.shared.renew()
+    held = spaces.of(0, False)
+    held[plan.control + mix_plan.LIMIT] = 300_000  # nanoseconds, 20 a look at the emulated clock
+    try:
+        with emulated.options(target=target), bindings.backend("emulator"):
+            assert ops.hc_mix(**inputs)[:, :others].isnan().all()
+            assert spaces.expired == 1 + LATE[0]
+            spaces.shared.value.value = 0  # as if a graph held both launches
+            assert ops.hc_mix(**inputs)[:, :others].isnan().all()
+            assert spaces.expired == 0  # nobody's own time ran out
+            spaces.shared.value.value = 1 + LATE[0]
+            with pytest.raises(HandoffTimeout, match=f"CTA {LATE[0]} for one"):
+                bindings.check()
+            bindings.check()
+            held[plan.control + mix_plan.LIMIT] = 10**9
+            judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
+    finally:
+        spaces.shared.renew()
