@@ -31,6 +31,8 @@ class Explanation:
 
     def __str__(self) -> str:
         serves = "BackendUnavailable" if self.backend is None else f"{self.backend} ({self.implementation})"
+        if self.backend == "reference":
+            serves = "the torch reference"
         lines = [
             f"{self.op}: {serves}" + (f" on {self.target}" if self.target else ""),
             f"  why: {self.reason}",

@@ -21,6 +21,10 @@ SEPARATE = "ours, apply+norm then gate"
 COPY = "copy, 4 GiB"
 COPY_SAME = "copy, same bytes"
 GEMMS = "two GEMMs alone"
+UNFUSED = "finalize, gate-add, "
+"""What the fused finalize and all-reduce replaces, with the all-reduce of the rest of the name."""
+LINK = "link one way + moe_finalize alone"
+"""The least that it can take: a sum of two measurements, hot."""
 
 Run = Mapping[str, Any]
 

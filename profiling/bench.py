@@ -3,6 +3,7 @@ published kernels.
 
     python -m profiling.bench [--ops A,B] [--rows 1,4] [--peers] [--without torch.compile] [--json FILE]
                               [--gdn-tiles 8,16,32] [--blocks 7] [--samples 31] [--quick] [--no-host]
+    torchrun --nproc-per-node N -m profiling.bench [--ops all_reduce,moe_finalize_all_reduce] [--peers] ...
     python -m profiling.bench --counters [--targets sm_90a,sm_100a] [--ops ...] [--rows ...] [--json FILE]
 
 A run is one piece of work with one number of rows (cases.py). Every version of it is captured, replayed into
@@ -11,6 +12,9 @@ captures of one call differ by is printed and is the noise floor, under which no
 tables). Then all versions are interleaved: ours twice, an empty kernel, what the piece has as a floor, and
 with --peers the published kernels and torch. The last lines judge the runs by acceptance.py. Exit code: 1 if
 an item fails or a version of ours is wrong, 2 without a GPU of a supported target.
+
+What ranks do together is timed with real ones, a process and a GPU each, which torchrun starts: ranks.py.
+Rank 0 speaks and writes.
 
 With --counters nothing is timed and no GPU is needed: the emulator runs every operator once for every target
 and counts (counters.py).
@@ -35,7 +39,7 @@ from torch import Tensor
 import bindings
 from bindings.targets import TARGETS as COMPILE_TARGETS
 from bindings.targets import target_of
-from profiling import acceptance, cases, counters, floors, host, ours, peers, protocol, stats
+from profiling import acceptance, cases, counters, floors, host, ours, peers, protocol, stats, world
 from profiling.acceptance import AGAIN, COPY, COPY_SAME, EMPTY, GEMMS, OURS, READ, SEPARATE
 from profiling.cases import Case, Check
 from profiling.console import phase, say, write
@@ -145,22 +149,26 @@ def measure(
     run: dict[str, Any],
     versions: Sequence[Version],
     settings: protocol.Settings,
+    merge: Callable[[str, protocol.Samples], protocol.Samples] = lambda metric, samples: samples,
 ) -> None:
     """Times the versions that are right into `run`: first ours against itself, then all, cold and hot.
 
-    The noise floor of a metric is the larger of two: of that first run, and of our two captures among all."""
+    merge: makes of the samples of a metric ("again", "cold", "hot") those that are kept. The noise floor of a
+    metric is the larger of two: of that first run, and of our two captures among all."""
     entries = {entry["name"]: entry for entry in run["versions"]}
+    taken: protocol.Samples
     good = [v for v in versions if v.error is None]
     graphs: dict[str, protocol.Graph] = {v.name: v.graph for v in good if v.graph is not None}
     if {OURS, AGAIN} <= set(graphs):
         same = {name: graphs[name] for name in (OURS, AGAIN)}
         with phase("A/A", settings.blocks) as tick:
-            taken = protocol.cold(device, same, settings, case.reset, tick)
+            taken = merge("again", protocol.cold(device, same, settings, case.reset, tick))
         run["noise"]["cold"] = stats.noise(taken[OURS], taken[AGAIN])
         say(f"    noise floor, the same call captured twice: {run['noise']['cold']:.2%}")
         run["again"] = {"cold": {name: _timing(blocks) for name, blocks in taken.items()}}
     with phase(f"cold {settings.blocks} x {settings.samples}", settings.blocks) as tick:
-        for name, blocks in protocol.cold(device, graphs, settings, case.reset, tick).items():
+        taken = merge("cold", protocol.cold(device, graphs, settings, case.reset, tick))
+        for name, blocks in taken.items():
             entries[name]["cold"] = _timing(blocks)
     with phase("hot", settings.blocks) as tick:
         counts = {name: settings.hot_count(entries[name]["cold"]["median"]) for name in graphs}
@@ -170,7 +178,8 @@ def measure(
             if v.call is not None and counts.get(v.name) and v.name not in (COPY, COPY_SAME)
         }
         if repeated:
-            for name, blocks in protocol.hot(device, repeated, counts, settings, case.reset, tick).items():
+            taken = merge("hot", protocol.hot(device, repeated, counts, settings, case.reset, tick))
+            for name, blocks in taken.items():
                 entries[name]["hot"] = {**_timing(blocks), "calls": counts[name]}
     pair = entries.get(OURS, {}), entries.get(AGAIN, {})
     for metric in ("cold", "hot"):
@@ -346,8 +355,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _ops(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in cases.CASES]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(cases.CASES)}")
+    known = (*cases.CASES, *world.RANKED)
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
+    if len({name in world.RANKED for name in names}) > 1:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(world.RANKED)} are work of several ranks, the others of one: one kind a run"
+        )
     return names
 
 
@@ -365,9 +379,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m profiling.bench", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument(
-        "--ops", type=_ops, default=tuple(cases.CASES), help=f"of {', '.join(cases.CASES)} (all)"
+        "--ops",
+        type=_ops,
+        help=f"of {', '.join(cases.CASES)} (all); under torchrun of {', '.join(world.RANKED)} (both)",
     )
-    parser.add_argument("--rows", type=_numbers, help="rows of every op (1; GDN 1,64,256)")
+    rows = "rows of every op (1; GDN 1,64,256; hc_mix 1,4,8,16,32; of several ranks 1,2,4,8,32)"
+    parser.add_argument("--rows", type=_numbers, help=rows)
     parser.add_argument("--peers", action="store_true", help="also time published kernels and torch")
     parser.add_argument(
         "--without",
@@ -401,6 +418,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="GDN rows take pool slots in random order: every kernel is some 3 %% slower on many rows",
     )
     options = parser.parse_args(arguments)
+    if options.ops is None:
+        options.ops = world.RANKED if world.size() > 1 and not options.counters else tuple(cases.CASES)
+    options.ranked = options.ops[0] in world.RANKED
+    if options.ranked and options.counters:
+        parser.error(f"--counters: got {', '.join(options.ops)}, allowed {', '.join(counters.OPS)}")
+    if options.ranked and options.rows and max(options.rows) > world.MAX_ROWS:
+        parser.error(f"--rows: got {max(options.rows)}, allowed 1 to {world.MAX_ROWS} of several ranks")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: no folder {options.json.parent}")
     chosen = dict(QUICK) if options.quick else {}
@@ -413,11 +437,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _other_ranks(options: argparse.Namespace) -> str:
+    ops, sizes = ",".join(world.RANKED), ", ".join(map(str, world.SIZES))
+    if not options.ranked:
+        return f"under torchrun the work is that of several ranks: --ops {ops}"
+    return (
+        f"{', '.join(options.ops)}: work of several ranks, a GPU each: torchrun --nproc-per-node N -m "
+        f"profiling.bench --ops {ops}, N of {sizes}; python -m profiling.collective times one over loopback"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark on command-line arguments and returns its exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.counters:
         return count(options)
+    if options.ranked != (world.size() > 1):
+        print(f"profiling.bench: {_other_ranks(options)}", file=sys.stderr)
+        return 2
+    if options.ranked:
+        from profiling import ranks
+
+        return ranks.main(options)
     if not torch.cuda.is_available():
         print(
             "profiling.bench: torch sees no CUDA device; nothing was timed (--counters needs none)",

@@ -2,11 +2,11 @@
 
     python -m profiling.compare OLD.json NEW.json [--all] [--least 2]
 
-Takes files of `profiling.bench`, `profiling.collective`, `profiling.decode_step` or `profiling.summarise`.
-Hosts drift: a change of ours is judged after division by the drift of the run, the median change of what is
-not ours in it (an empty kernel, read and copy floors, peers; in a decode step the unfused arm). It counts
-when it exceeds the noise floors of both files and --least percent. Exit code: 1 if anything of ours is
-slower by that, or is no longer there; 2 for files that cannot be compared.
+Takes files of `profiling.bench` (of several ranks too), `profiling.collective`, `profiling.decode_step` or
+`profiling.summarise`. Hosts drift: a change of ours is judged after division by the drift of the run, the
+median change of what is not ours in it (an empty kernel, read and copy floors, peers; in a decode step the
+unfused arm). It counts when it exceeds the noise floors of both files and --least percent. Exit code: 1 if
+anything of ours is slower by that, or is no longer there; 2 for files that cannot be compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from profiling.acceptance import OURS
 from profiling.reporting import data
 
-KINDS = ("bench", "collective", "decode_step")
-OWN = (OURS, "moe_finalize", "all_reduce")
+KINDS = ("bench", "collective", "ranks", "decode_step")
+OWN = (OURS, "moe_finalize", "all_reduce", "link one way + moe_finalize")
 """Versions that are this package's start so."""
 FUSED, FUSED_AGAIN, UNFUSED = "fused", "fused, again", "unfused"
 
@@ -71,10 +71,10 @@ def read(path: Path) -> list[data.Record]:
 def changes(old: Sequence[data.Record], new: Sequence[data.Record], least: float) -> Iterator[Change]:
     """Every time of ours in both, and those of the old ones that are gone. ValueError for steps that
     differ."""
-    runs = {_work(run): run for record in new for run in record.get("runs", ())}
+    runs = {_work(record, run): run for record in new for run in record.get("runs", ())}
     for record in old:
         for run in record.get("runs", ()):
-            other = runs.get(_work(run))
+            other = runs.get(_work(record, run))
             if other is not None:  # another choice of operators or rows is no change
                 yield from _runs(run, other, least)
     for before in (r for r in old if r["kind"] == "decode_step"):
@@ -82,8 +82,9 @@ def changes(old: Sequence[data.Record], new: Sequence[data.Record], least: float
             yield from _steps(before, after, least)
 
 
-def _work(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return run["op"], run["rows"], run.get("ranks")
+def _work(record: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is comparable: real ranks with real ranks, not with one over loopback."""
+    return record["kind"], run["op"], run["rows"], run.get("ranks")
 
 
 def _runs(old: Mapping[str, Any], new: Mapping[str, Any], least: float) -> Iterator[Change]:

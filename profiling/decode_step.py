@@ -6,23 +6,20 @@ with this package's kernels.
                                     [--quick] [--no-trace]
 
 Both arms (step/arms.py) have the same weights, inputs and frame (step/frame.py); all-reduces run over the
-loopback transport of `collectives`. They are compared layer by layer, each is captured as one CUDA graph,
-its launches are counted, and the graphs are timed side by side by the protocol of protocol.py, the fused
-one twice for the noise floor. Started by torchrun, the processes are the ranks, one a GPU, with the same
-weights; what is printed is the first one's. Exit code: 1 if the arms differ, a count is not as expected, or
-a whole step is less than 1.15 times as fast fused; 2 where it cannot run: no GPU of a supported target, not
-enough memory.
+loopback transport of `collectives`. They are compared layer by layer, each is captured as one CUDA graph, its
+launches are counted, and the graphs are timed side by side by the protocol of protocol.py, the fused one
+twice for the noise floor. Started by torchrun (2, 4 or 8 processes), the processes are the ranks, one a GPU,
+with the same weights; a sample is that of the slowest (world.py), and the first one speaks. Exit code: 1 if
+the arms differ, a count is not as expected, or a whole step is less than 1.15 times as fast fused; 2 where it
+cannot run: no GPU of a supported target, not enough memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ import torch
 import bindings
 from bindings import files
 from bindings.targets import TARGETS, target_of
-from profiling import host, peers, protocol, stats
+from profiling import host, peers, protocol, stats, world
 from profiling.bench import QUICK
 from profiling.console import phase, say, write
 from profiling.decode import is_gdn
@@ -53,11 +50,6 @@ FINALIZE, REDUCED = "moe_finalize", "finalize_all_reduce"
 finalize."""
 
 
-def ranks() -> int:
-    """How many processes torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def communicator(device: torch.device, shape: Shape) -> arms.Alone | arms.Communicator:
     """This rank's end among torchrun's processes; without them, one of RANKS whose peers are itself. None,
     which is said, where its memory cannot be had."""
@@ -65,25 +57,22 @@ def communicator(device: torch.device, shape: Shape) -> arms.Alone | arms.Commun
     from collectives.errors import CollectiveError
     from collectives.launch import Form
 
-    model, world = shape.model, ranks()
+    model, size = shape.model, world.size()
     sizes: dict[str, Any] = {"hidden": model.hidden, "max_tokens": 1, "top_k": model.top_k}
     sizes["forms"] = (Form(),)  # gated, fp32 weights: what a step calls
     try:
-        if world > 1:
+        if size > 1:
             comm = Communicator.from_process_group(**sizes, device=device)
-            return arms.Communicator(comm, f"collectives, {world} ranks, {comm.explain()}", world)
+            return arms.Communicator(
+                comm, f"collectives, {size} ranks, {comm.explain().splitlines()[0]}", size
+            )
         comm = Communicator.loopback(RANKS, device, **sizes)
     except CollectiveError as error:
-        if world > 1:
+        if size > 1:
             raise
         say(f"no loopback ({error}): all-reduces are left out of both arms")
         return arms.Alone()
     return arms.Communicator(comm, f"collectives, loopback of {RANKS} ranks", RANKS)
-
-
-def together() -> None:
-    """Brings the ranks' streams to one point, behind which a sample starts on all of them."""
-    torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def counts(
@@ -114,9 +103,13 @@ class Captured:
 
 
 def measure(
-    model: StepModel, comm: arms.Alone | arms.Communicator, options: argparse.Namespace
+    model: StepModel,
+    comm: arms.Alone | arms.Communicator,
+    options: argparse.Namespace,
+    group: world.World | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compares, captures, counts, times and traces; the record and what failed."""
+    """Compares, captures, counts, times and traces; the record and what failed. group: the ranks whose step
+    it is, of which the slowest's time counts; None: this one alone."""
     found = peers.discover()
     for package, reason in found.missing.items():
         say(f"no {package}: {reason}")
@@ -133,15 +126,18 @@ def measure(
             captured[name] = Captured(model, arm)
             tick()
     failures += repeats(model, fused, captured[FUSED])
-    device = protocol.CudaDevice()
+    device = protocol.CudaDevice() if group is None else group.device
     graphs: dict[str, protocol.Graph] = {name: c.graph for name, c in captured.items()}
     settings = options.settings
     with phase(f"cold {settings.blocks} x {settings.samples}", settings.blocks) as tick:
-        samples = protocol.cold(device, graphs, settings, together if ranks() > 1 else None, tick)
+        samples = protocol.cold(device, graphs, settings, None, tick)
+    if group is not None:
+        samples = group.slowest(samples)
     record: dict[str, Any] = {
         "arms": {name: about(captured[name], samples[name]) for name in captured},
         "served_by": {FUSED: fused.describe(), UNFUSED: unfused.describe()},
         "difference": difference.to_json(),
+        "by_rank": {} if group is None else {"cold": group.by_rank},
         "noise": stats.noise(samples[FUSED], samples[AGAIN]),
         "settings": {**asdict(settings), "flush_bytes": device.flush_bytes},
     }
@@ -157,7 +153,7 @@ def measure(
     if not options.no_trace:
         with phase("trace of a replay", 2) as tick:
             for name in (FUSED, UNFUSED):
-                record["arms"][name]["trace"] = traced(captured[name], model.shape.layers)
+                record["arms"][name]["trace"] = traced(captured[name], model.shape.layers, group)
                 tick()
     return record, failures
 
@@ -186,10 +182,17 @@ def repeats(model: StepModel, arm: arms.Fused, captured: Captured) -> list[str]:
     return [] if same else ["fused: a replay differs from the eager step"]
 
 
-def traced(captured: Captured, layers: int) -> dict[str, Any] | None:
-    """The table by family of one replay, and the spans of four layers in its middle for a timeline."""
+def traced(captured: Captured, layers: int, group: world.World | None = None) -> dict[str, Any] | None:
+    """The table by family of one replay, and the spans of four layers in its middle for a timeline. Ranks
+    are lined up before it, or the first all-reduce would wait for another's profiler."""
+
+    def replay() -> None:
+        if group is not None:
+            group.line_up()
+        captured.graph.replay()
+
     try:
-        spans = families.trace(captured.graph.replay)
+        spans = families.trace(replay)
     except Exception as error:  # a picture beside the timing: whatever the profiler does, the timing stands
         say(f" no trace: {error}", end="")
         return None
@@ -239,29 +242,36 @@ def report(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(options: argparse.Namespace) -> int:
-    """The step; its exit code."""
+def run(options: argparse.Namespace, group: world.World | None = None) -> int:
+    """The step; its exit code. group: as `measure`; what is said and written is the first rank's."""
     device = torch.device("cuda", torch.cuda.current_device())
     shape = Shape(layers=options.layers, experts=options.experts, context=options.context)
     about_host = host.describe(device)
     say(f"{about_host['gpu']}, {about_host['nvml']}, {about_host['versions']}")
     free, _ = torch.cuda.mem_get_info(device)
+    short = None
     if shape.bytes + SPARE_BYTES > free:
-        print(
-            f"profiling.decode_step: {shape.layers} layers of {shape.experts} experts need "
-            f"{shape.bytes / 1e9:.0f} GB, {free / 1e9:.0f} GB are free; --layers or --experts shrink it",
-            file=sys.stderr,
+        short = (
+            f"{shape.layers} layers of {shape.experts} experts need {shape.bytes / 1e9:.0f} GB, "
+            f"{free / 1e9:.0f} GB are free; --layers or --experts shrink it"
         )
+    first = group is None or group.rank == 0
+    if (short := short if group is None else group.agreed(short)) is not None:
+        if first:
+            print(f"profiling.decode_step: {short}", file=sys.stderr)
         return 2
     layers = f"{shape.layers} layers, {shape.gdn_layers} of GDN"
     say(f"step: {layers}, {shape.experts} experts, context {shape.context}")
     comm = communicator(device, shape)
     with phase(f"weights, {shape.bytes / 1e9:.0f} GB"):
         model = StepModel(shape, device, options.seed, comm.added)
-    record, failures = measure(model, comm, options)
+    record, failures = measure(model, comm, options, group)
     whole = (shape.layers, shape.experts, shape.context) == (Shape.layers, Shape.experts, Shape.context)
     if whole and record["ratio"]["median"] < TARGET:
         failures.append(f"ratio: {record['ratio']['median']:.3f}, asked for is {TARGET}")
+    if group is not None:
+        everyone = group.meet(failures, "failures")
+        failures = [f"rank {rank}: {one}" for rank, found in enumerate(everyone) for one in found]
     result = {
         "schema": SCHEMA,
         "kind": "decode_step",
@@ -275,14 +285,14 @@ def run(options: argparse.Namespace) -> int:
             "context": shape.context,
             "seed": options.seed,
             "gate": options.gate,
-            "ranks": ranks(),
+            "ranks": world.size(),
         },
         "target": TARGET if whole else None,
         **record,
         "failures": failures,
     }
     say(report(record))
-    if options.json:
+    if options.json and first:
         write(options.json, result)
     for failure in failures:
         say(f"FAILED {failure}")
@@ -343,39 +353,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the step on command-line arguments and returns its exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    if world.size() > 1 and (why := world.obstacle()) is not None:
+        if world.speaks():
+            print(f"profiling.decode_step: {why}; nothing was timed", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("profiling.decode_step: torch sees no CUDA device; nothing was timed", file=sys.stderr)
         return 2
-    if ranks() > 1:
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            print(f"profiling.decode_step: no CUDA device for local rank {local}", file=sys.stderr)
-            return 2
-        torch.cuda.set_device(local)
     if target_of(torch.device("cuda", torch.cuda.current_device())) is None:
         name = torch.cuda.get_device_name()
         print(f"profiling.decode_step: {name} is none of {', '.join(TARGETS)}", file=sys.stderr)
         return 2
     # forced: a call that the kernels cannot serve must be an error, not a timing of the reference
-    with torch.inference_mode(), bindings.backend("cute"), joined() as first:
-        if first:
+    with torch.inference_mode(), bindings.backend("cute"), world.joined() as first, world.quiet(not first):
+        if world.size() == 1:
             return run(options)
-        options.json = None
-        with contextlib.redirect_stdout(io.StringIO()):
-            return run(options)
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[bool]:
-    """Within, torchrun's processes are a process group; whether this one is to speak. Without them, alone."""
-    if ranks() == 1:
-        yield True
-        return
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    try:
-        yield torch.distributed.get_rank() == 0
-    finally:
-        torch.distributed.destroy_process_group()
+        with world.meeting(torch.device("cuda", torch.cuda.current_device())) as (group, _):
+            return run(options, group)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,17 @@
 #   demo       profiling.demo
 #   step       profiling.decode_step: a whole decode step, against separate launches; some 70 GB of GPU memory
 #   collective profiling.collective: the fused finalize and all-reduce of one rank, over loopback
+#   ranks      profiling.bench under torchrun: what RANKS (4) ranks do together, a GPU each
 #   ncu        profiling.ncu.run_all: Nsight Compute, one warm launch of every operator
 #
 # The summary comes last, on the terminal and as summary.md and summary.json. Exit code: 0 if every stage passed.
 #
 # RESULTS_DIR=DIR            logs and results (profiling/results/raw)
 # PYTHON=EXE                 the interpreter (.venv/bin/python if it exists, else python3)
-# TEST_ARGS, BENCH_ARGS, DEMO_ARGS, STEP_ARGS, COLLECTIVE_ARGS, NCU_ARGS, SANITIZER_ARGS   added to a stage's
+# TEST_ARGS, BENCH_ARGS, DEMO_ARGS, STEP_ARGS, COLLECTIVE_ARGS, RANKS_ARGS, NCU_ARGS, SANITIZER_ARGS   added to a stage's
 #                            arguments (TEST_ARGS: also to sanitize's)
-# LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_STEP, LIMIT_COLLECTIVE, LIMIT_NCU   seconds a stage (a tool of
-#                            sanitize) may take
+# LIMIT_TESTS, LIMIT_BENCH, LIMIT_SANITIZE, LIMIT_DEMO, LIMIT_STEP, LIMIT_COLLECTIVE, LIMIT_RANKS, LIMIT_NCU   seconds a stage
+#                            (a tool of sanitize) may take
 # COMPUTE_SANITIZER=EXE, NCU=EXE    the tools (what PATH or their usual folders hold)
 # FLASHNEXT_CACHE_DIR=DIR    compiled kernels (build/kernel-cache), so that only the first stage compiles
 set -uo pipefail
@@ -107,6 +108,11 @@ collective() {
     ${COLLECTIVE_ARGS:-}
 }
 
+ranks() {
+  stage ranks "${LIMIT_RANKS:-300}" "$PYTHON" -m torch.distributed.run --nproc-per-node "${RANKS:-4}" -m profiling.bench \
+    --ops all_reduce,moe_finalize_all_reduce --peers --json "$RESULTS_DIR/ranks.json" ${RANKS_ARGS:-}
+}
+
 ncu() {
   stage ncu "${LIMIT_NCU:-180}" "$PYTHON" -m profiling.ncu.run_all --out "$RESULTS_DIR/ncu" ${NCU_ARGS:-}
 }
@@ -114,8 +120,8 @@ ncu() {
 [ $# -gt 0 ] || set -- tests bench demo
 for name in "$@"; do
   case $name in
-    tests | bench | demo | step | collective | ncu | sanitize | memcheck | racecheck | initcheck | synccheck) ;;
-    *) echo "$name: no such stage; tests, bench, demo, step, collective, ncu, sanitize, memcheck, racecheck, initcheck, synccheck" >&2; exit 2 ;;
+    tests | bench | demo | step | collective | ranks | ncu | sanitize | memcheck | racecheck | initcheck | synccheck) ;;
+    *) echo "$name: no such stage; tests, bench, demo, step, collective, ranks, ncu, sanitize, memcheck, racecheck, initcheck, synccheck" >&2; exit 2 ;;
   esac
 done
 for name in "$@"; do

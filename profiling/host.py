@@ -21,6 +21,8 @@ PACKAGES = (
     "nvidia-ml-py",
     "numpy",
     "sglang",
+    "flashinfer-python",
+    "nvidia-nccl-cu13",
 )
 
 
@@ -111,9 +113,11 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line, a path in it cut to its last part."""
+    """The command line, a path in it cut to its last part; under torchrun as it is started there."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    start = ["python -m"] if size == 1 else [f"torchrun --nproc-per-node {size} -m"]
     words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
-    return " ".join(["python -m", module, *words])
+    return " ".join([*start, module, *words])
 
 
 def today() -> str:

@@ -2,9 +2,9 @@
 
     python -m profiling.report profiling/results/*.json -o report/
 
-Takes files of `profiling.bench`, `profiling.decode_step` and `profiling.ncu`, draws PNGs into DIR and
-writes DIR/index.html, which holds them too and needs nothing else. The table of resources is the committed
-one. Needs matplotlib (the extra `profiling`). Exit code 2 for files that cannot be used.
+Takes files of `profiling.bench` (of several ranks too), `profiling.decode_step` and `profiling.ncu`, draws
+PNGs into DIR and writes DIR/index.html, which holds them too and needs nothing else. The table of resources
+is the committed one. Needs matplotlib (the extra `profiling`). Exit code 2 for files that cannot be used.
 """
 
 from __future__ import annotations
@@ -33,12 +33,23 @@ def draw(results: data.Results, folder: Path) -> list[page.Picture]:
         drawn.append(page.Picture(path, caption))
 
     scaled = data.scaling(results.bench)
-    for record in results.decode_step[-1:]:
+    for record in data.steps(results.decode_step):
         if all(record["arms"][name]["trace"] for name in ("fused", "unfused")):
+            ranks = data.ranks_of(record)
+            among = f" on {ranks} ranks" if ranks > 1 else ""
             caption = (
-                "A rank's decode step, separate launches and fused: four layers, and all by kernel family."
+                f"A rank's decode step{among}, separate launches and fused: four layers, and all by kernel "
+                "family."
             )
-            add("decode_step", figures.step(record), caption, [record])
+            name = "decode_step" + (f"_{ranks}_ranks" if ranks > 1 else "")
+            add(name, figures.step(record), caption, [record])
+    for record in results.ranks[-1:]:
+        if any(run["error"] is None for run in record["runs"]):
+            caption = (
+                f"What {data.ranks_of(record)} ranks do together, a GPU each: ours, others' all-reduces, and "
+                "the launches that the fused kernel replaces."
+            )
+            add("ranks", figures.ranks(record), caption, [record])
     if any(data.bars(run) for _, run in data.runs(results.bench, 1)):
         records = [record for record, _ in data.runs(results.bench, 1)]
         caption = "Cold latency of one token's call, beside the fastest published kernel and torch."

@@ -147,8 +147,18 @@ def condense(bench: Mapping[str, Any]) -> dict[str, Any]:
                 "host": {name: _numbers(call) for name, call in run.get("host", {}).items()},
             }
         )
-    kept = ("date", "command", "host", "settings", "missing_peers", "acceptance")
-    return {"kind": "bench", **{key: bench[key] for key in kept if key in bench}, "runs": runs}
+    kept = (
+        "date",
+        "command",
+        "host",
+        "settings",
+        "missing_peers",
+        "acceptance",
+        "ranks",
+        "transport",
+        "link",
+    )
+    return {"kind": bench.get("kind", "bench"), **{k: bench[k] for k in kept if k in bench}, "runs": runs}
 
 
 def condense_step(step: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +176,9 @@ def summarise(folder: Path) -> dict[str, Any]:
     bench, demo = read_json(folder / "bench.json"), read_json(folder / "demo.json")
     step, ncu = read_json(folder / "decode_step.json"), read_json(folder / "ncu" / "ncu.json")
     collective, counters = read_json(folder / "collective.json"), read_json(folder / "counters.json")
-    gpu = ((bench or {}).get("host") or {}).get("gpu") or ((demo or {}).get("host") or {}).get("gpu")
+    ranks = read_json(folder / "ranks.json")
+    hosts = [(record or {}).get("host") or {} for record in (bench, demo, ranks, step, collective)]
+    gpu = next((host["gpu"] for host in hosts if host.get("gpu")), None)
     kept = ("layers", "tokens", "launches", "graph_kernels", "ops", "latency", "failures")
     return {
         "gpu": gpu or "unknown GPU",
@@ -174,6 +186,7 @@ def summarise(folder: Path) -> dict[str, Any]:
         "bench": condense(bench) if bench else None,
         "demo": {key: demo[key] for key in kept if key in demo} if demo else None,
         "collective": {**condense(collective), "kind": "collective"} if collective else None,
+        "ranks": condense(ranks) if ranks else None,
         "counters": counters,
         "decode_step": condense_step(step) if step else None,
         "ncu": ncu,
@@ -206,6 +219,10 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += _demo_lines(demo)
     if summary["collective"]:
         lines += _bench_lines(summary["collective"], "Collective, one rank over loopback")
+    if summary["ranks"]:
+        link = summary["ranks"]["link"]["one_way_us"]
+        title = f"{summary['ranks']['ranks']} ranks, a GPU each; link one way {link:.3f} us"
+        lines += _bench_lines(summary["ranks"], title)
     if summary["decode_step"]:
         lines += _step_lines(summary["decode_step"])
     if summary["ncu"]:

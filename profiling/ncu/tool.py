@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from bindings.targets import TARGETS, target_of
 from profiling import host
 from profiling.console import write
 from profiling.ncu import parse
@@ -113,6 +114,15 @@ def refusal(output: str) -> str | None:
     return None
 
 
+def without_gpu() -> str | None:
+    """Why there is nothing to profile on this host; None where there is."""
+    if not torch.cuda.is_available():
+        return "profiling.ncu: torch sees no CUDA device; nothing was profiled"
+    if target_of(torch.device("cuda", torch.cuda.current_device())) is None:
+        return f"profiling.ncu: {torch.cuda.get_device_name()} is none of {', '.join(TARGETS)}"
+    return None
+
+
 def profile(family: str, options: Options) -> list[parse.Kernel]:
     """Profiles a family, leaving FAMILY.ncu-rep, FAMILY.csv and FAMILY.json in the folder; what matters of
     each kernel.
@@ -160,6 +170,9 @@ def main(families: Sequence[str], arguments: Sequence[str] | None = None, *, nam
     if given.rows < 1:
         parser.error(f"--rows: got {given.rows}, at least 1")
     options = Options(given.out, given.rows, given.ncu)
+    if (why := without_gpu()) is not None:
+        print(why, file=sys.stderr)
+        return 2
     failed, kernels = False, []
     for number, family in enumerate(families, 1):
         print(f"[{number}/{len(families)}] {family}: {', '.join(FAMILIES[family])}", flush=True)

@@ -1,9 +1,10 @@
 """What others compute for the same work, as plugins: a module here is one package's share, found only where
 it imports.
 
-A plugin has `PACKAGE`, a name for messages, and `peers()`, which imports the package and returns what it
-offers. A peer maps a case of ours to its own arguments and names its results as ours are; it is checked
-against float64 before it is timed. Peers are for measuring: nothing of theirs is part of this project.
+A plugin has `PACKAGE`, a name for messages, and `peers()`, or for all-reduces `reducers()`, which imports the
+package and returns what it offers. A peer maps a case of ours to its own arguments and names its results as
+ours are; it is checked against float64 before it is timed. Peers are for measuring: nothing of theirs is part
+of this project.
 """
 
 from __future__ import annotations
@@ -42,16 +43,32 @@ class Peer:
     exact: Callable[[Case], Callable[[list[int], Mapping[str, Tensor]], dict[str, Exact]]] | None = None
 
 
+@dataclass(frozen=True)
+class Reducer:
+    """An all-reduce by others.
+
+    take: for tensors like the one given, memory that a rank's part is to be written to and the call that adds
+    up and returns the sum. in_place: the call overwrites that memory. refuses: why it cannot take such a
+    tensor, or None. Every rank makes and calls it in the same order.
+    """
+
+    name: str
+    take: Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
+    in_place: bool
+    refuses: Callable[[Tensor], str | None] = lambda like: None
+
+
 def at_most(rows: int) -> Callable[[Case], str | None]:
     """Refuses a case of more rows."""
     return lambda case: f"takes at most {rows} rows" if case.rows > rows else None
 
 
 class Found(NamedTuple):
-    """peers: those of every plugin that imports. missing: by package, why it gave none."""
+    """peers, reducers: those of every plugin that imports. missing: by package, why it gave none."""
 
     peers: tuple[Peer, ...]
     missing: dict[str, str]
+    reducers: tuple[Reducer, ...] = ()
 
     def of(self, op: str) -> list[Peer]:
         """The peers of one piece of work."""
@@ -67,11 +84,15 @@ def discover(modules: Iterable[str] | None = None) -> Found:
     """Every peer that this host can run. A package that is absent or fails to import is reported, never an
     error."""
     peers: list[Peer] = []
+    reducers: list[Reducer] = []
     missing: dict[str, str] = {}
     for name in plugins() if modules is None else modules:
         module: Any = importlib.import_module(name)
         try:
-            peers += module.peers()
+            if hasattr(module, "reducers"):
+                reducers += module.reducers()
+            else:
+                peers += module.peers()
         except Exception as error:  # whatever a foreign package does when it is imported
             missing[module.PACKAGE] = f"{type(error).__name__}: {error}"
-    return Found(tuple(peers), missing)
+    return Found(tuple(peers), missing, tuple(reducers))

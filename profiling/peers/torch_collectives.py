@@ -1,27 +1,24 @@
-"""torch's all-reduces of a rank's row: NCCL's, and the one-shot and two-shot kernels of symmetric memory.
+"""torch's all-reduces: NCCL's, and the one-shot and two-shot kernels of symmetric memory.
 
 They need peers: a process group of two ranks or more on devices of their own, with NCCL, which torchrun
-starts. The case `all_reduce` has `x` [T, H] of this rank; each rank calls its peer in the same order. NCCL
-adds up in an order of its own and in 16 bits, symmetric memory's kernels in fp32, so neither has the bits
-of the contract.
+starts. NCCL adds up in an order of its own and in 16 bits, symmetric memory's kernels in fp32, so neither has
+the bits of the contract. Of symmetric memory's kernels those with NVLink multicast are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed
 
-from profiling.cases import Case
-from profiling.peers import Peer
+from profiling.peers import Reducer
 
 PACKAGE = "torch (NCCL, symmetric memory)"
-OP = "all_reduce"
 ONE_SHOT_BYTES = 512 << 10
 """What symmetric memory's one-shot kernel is made for; its own users take the two-shot one above."""
 
-Prepared = Callable[[], Mapping[str, Tensor]]
+Taken = tuple[Tensor, Callable[[], Tensor]]
 
 
 def group() -> distributed.ProcessGroup:
@@ -31,55 +28,54 @@ def group() -> distributed.ProcessGroup:
     if distributed.get_world_size() < 2:
         raise RuntimeError("the process group has one rank; two or more are needed")
     found = distributed.group.WORLD
-    if found is None or distributed.get_backend() != "nccl":
-        raise RuntimeError(f"the process group's backend is {distributed.get_backend()}, nccl is needed")
+    backend = distributed.get_backend_config()
+    if found is None or "nccl" not in backend:
+        raise RuntimeError(f"the process group's backend is {backend}, nccl is needed")
     return found
 
 
-def nccl(case: Case) -> Prepared:
-    """In place on a copy of the row, as an engine does with a block's output."""
-    x = case.args["x"]
-    held = torch.empty_like(x)
+def nccl(like: Tensor) -> Taken:
+    """In place, as an engine has it on a block's output."""
+    held = torch.empty_like(like)
 
-    def call() -> Mapping[str, Tensor]:
-        held.copy_(x)
+    def call() -> Tensor:
         distributed.all_reduce(held)
-        return {OP: held}
+        return held
 
-    return call
+    return held, call
 
 
-def symmetric(kernel: str) -> Callable[[Case], Prepared]:
-    """One of symmetric memory's kernels on a copy of the row in a symmetric buffer."""
+def symmetric(kernel: str) -> Callable[[Tensor], Taken]:
+    """One of symmetric memory's kernels, on memory that a block's last kernel would write to."""
 
-    def prepare(case: Case) -> Prepared:
+    def take(like: Tensor) -> Taken:
         from torch.distributed import _symmetric_memory
 
-        x, members = case.args["x"], group()
-        held = _symmetric_memory.empty(*x.shape, dtype=x.dtype, device=x.device)
-        _symmetric_memory.rendezvous(held, members.group_name)
+        name = group().group_name
+        held = _symmetric_memory.empty(*like.shape, dtype=like.dtype, device=like.device)
+        _symmetric_memory.rendezvous(held, name)
         reduce = getattr(torch.ops.symm_mem, kernel)
 
-        def call() -> Mapping[str, Tensor]:
-            held.copy_(x)
-            return {OP: reduce(held, "sum", members.group_name)}
+        def call() -> Tensor:
+            result: Tensor = reduce(held, "sum", name)
+            return result
 
-        return call
+        return held, call
 
-    return prepare
+    return take
 
 
-def small(case: Case) -> str | None:
+def small(like: Tensor) -> str | None:
     """What the one-shot kernel refuses."""
-    count = case.args["x"].numel() * case.args["x"].element_size()
+    count = like.numel() * like.element_size()
     return f"takes at most {ONE_SHOT_BYTES} bytes" if count > ONE_SHOT_BYTES else None
 
 
-def peers() -> list[Peer]:
+def reducers() -> list[Reducer]:
     """RuntimeError outside a process group with NCCL."""
     group()
     return [
-        Peer("NCCL all_reduce", OP, nccl, allowance=8.0),
-        Peer("torch one_shot_all_reduce", OP, symmetric("one_shot_all_reduce"), small, allowance=4.0),
-        Peer("torch two_shot_all_reduce", OP, symmetric("two_shot_all_reduce_"), allowance=4.0),
+        Reducer("NCCL all_reduce", nccl, in_place=True),
+        Reducer("torch one_shot_all_reduce", symmetric("one_shot_all_reduce"), in_place=False, refuses=small),
+        Reducer("torch two_shot_all_reduce", symmetric("two_shot_all_reduce_"), in_place=True),
     ]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from profiling.acceptance import AGAIN, COPY, EMPTY, OURS, READ
+from profiling.acceptance import AGAIN, COPY, EMPTY, GEMMS, OURS, READ, UNFUSED
 from profiling.cases import CASES
 
-KINDS = ("bench", "collective", "decode_step", "ncu", "counters")
+KINDS = ("bench", "collective", "ranks", "decode_step", "ncu", "counters")
 TORCH = ("torch eager", "torch.compile")
-NOT_PEERS = (OURS, AGAIN, EMPTY, "tile ", READ, "copy,")
+NOT_PEERS = (OURS, AGAIN, EMPTY, "tile ", READ, "copy,", GEMMS)
 """Names of versions that are not by others start so."""
 
 Record = Mapping[str, Any]
@@ -27,6 +27,7 @@ class Results:
 
     bench: list[Record] = field(default_factory=list)
     collective: list[Record] = field(default_factory=list)
+    ranks: list[Record] = field(default_factory=list)
     decode_step: list[Record] = field(default_factory=list)
     ncu: list[Record] = field(default_factory=list)
     counters: list[Record] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Results:
 
     @property
     def records(self) -> list[Record]:
-        return [*self.bench, *self.collective, *self.decode_step, *self.ncu, *self.counters]
+        return [*self.bench, *self.collective, *self.ranks, *self.decode_step, *self.ncu, *self.counters]
 
 
 def unwrap(record: Any) -> list[Record]:
@@ -69,12 +70,25 @@ def source(record: Record) -> str:
     host = record["host"]
     driver = host.get("nvml", {}).get("driver")
     versions = host.get("versions", {})
+    ranks = ranks_of(record)
     parts = [
-        host.get("gpu") or "no GPU",
+        (f"{ranks} x " if ranks > 1 else "") + (host.get("gpu") or "no GPU"),
         f"driver {driver}" if driver else "",
         f"torch {versions.get('torch')}",
     ]
     return f"{', '.join(p for p in parts if p)}; {record['date']}; {record['command']}"
+
+
+def ranks_of(record: Record) -> int:
+    """How many processes with a GPU each made a record."""
+    given = record.get("shape", {}) if record["kind"] == "decode_step" else record
+    return int(given.get("ranks", 1))
+
+
+def steps(records: Sequence[Record]) -> list[Record]:
+    """The latest decode step of each number of ranks, one rank first."""
+    latest = {ranks_of(record): record for record in records}
+    return [latest[ranks] for ranks in sorted(latest)]
 
 
 @dataclass(frozen=True)
@@ -98,27 +112,44 @@ def bars(run: Record) -> list[Bar]:
     return [Bar(n, timed[n]["median"], timed[n]["p10"], timed[n]["p90"], ours=n == OURS) for n in chosen]
 
 
+def versions_of_ranks(run: Record, metric: str) -> list[Bar]:
+    """Every version of a run of several ranks, ours first and once; what is no version of it left out."""
+    timed = [(v["name"], v[metric]) for v in run["versions"] if v.get(metric) and v["name"] != AGAIN]
+    return [
+        Bar(name, t["median"], t["p10"], t["p90"], ours=name == OURS) for name, t in timed if name != EMPTY
+    ]
+
+
+def replaced(run: Record, metric: str) -> Bar | None:
+    """The fastest of what a run of several ranks is held against: for the fused operator the sequences that
+    it replaces, else other all-reduces."""
+    found = versions_of_ranks(run, metric)
+    sequences = [bar for bar in found if bar.name.startswith(UNFUSED)]
+    return min(sequences or [bar for bar in found if not bar.ours], key=lambda bar: bar.median, default=None)
+
+
 def runs(records: Iterable[Record], rows: int | None = None) -> list[tuple[Record, Record]]:
-    """(record, run) of every run that went well, in the order of the cases; of two of the same work the
-    later counts."""
+    """(record, run) of every run that went well, in the order of the cases, other work after them; of two
+    of the same work the later counts."""
     found: dict[tuple[str, int], tuple[Record, Record]] = {}
     for record in records:
         for run in record["runs"]:
             if run["error"] is None and (rows is None or run["rows"] == rows):
                 found[run["op"], run["rows"]] = (record, run)
-    names = list(CASES)
-    at = {name: i for i, name in enumerate(names)}
-    return [found[key] for key in sorted(found, key=lambda k: (at.get(k[0], len(names)), k[1]))]
+    at = {name: i for i, name in enumerate(dict.fromkeys((*CASES, *(op for op, _ in found))))}
+    return [found[key] for key in sorted(found, key=lambda k: (at[k[0]], k[1]))]
 
 
 def judgements(records: Iterable[Record]) -> list[Record]:
-    """What was judged; of two judgements of one item the later counts, whichever tile or shape it was
-    against."""
+    """What was judged, and `where` if ranks did it; of two judgements of one item the later counts, whichever
+    tile or shape it was against."""
     found: dict[tuple[Any, ...], Record] = {}
     for record in records:
         for j in record["acceptance"]:
             against = re.sub(r"(, tile \d+| \d+x\d+)$", "", j["against"])
-            found[j["op"], j["rows"], j["metric"], j["version"], against] = j
+            where = {"collective": " over loopback", "ranks": f" on {ranks_of(record)} ranks"}
+            at = where.get(record["kind"], "")
+            found[j["op"], j["rows"], j["metric"], j["version"], against, at] = {**j, "where": at}
     return list(found.values())
 
 

@@ -82,23 +82,73 @@ def latency(records: Sequence[data.Record]) -> Figure:
     axes.set_yticks(ticks, names)
     axes.set_ylim(y, -0.3)
     axes.set_xlim(0, limit * 1.22)
-    axes.set_xlabel("microseconds, one launch from cold caches; whiskers: 10th to 90th percentile")
-    axes.set_title("One token: ours beside the fastest published kernel and torch")
+    cut = any(bar.median > limit for _, bars in runs for bar in bars)
+    axes.set_xlabel(
+        "microseconds, one call from cold caches; whiskers: 10th to 90th percentile"
+        + ("\na broken bar is longer than drawn: its number tells" if cut else "")
+    )
+    axes.set_title("One token: ours beside the fastest published kernel and torch", pad=26)
     shown = {"ours": OURS, "fastest published": PUBLISHED, "torch.compile, else eager": TORCH}
-    axes.legend(handles=[_patch(c, n) for n, c in shown.items()], loc="lower right", fontsize=9)
+    handles = [_patch(c, n) for n, c in shown.items()]
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=3,
+        fontsize=8.5,
+        borderaxespad=0.1,
+    )
     return figure
 
 
-def _bar(axes: Axes, y: float, bar: data.Bar, limit: float) -> None:
-    colour = OURS if bar.ours else TORCH if bar.name in data.TORCH else PUBLISHED
+def _bar(axes: Axes, y: float, bar: data.Bar, limit: float, colour: str | None = None) -> None:
+    colour = colour or (OURS if bar.ours else TORCH if bar.name in data.TORCH else PUBLISHED)
     cut = bar.median > limit
     axes.barh(y, min(bar.median, limit), 0.24, color=colour)
-    if not cut:
+    if cut:
+        for at in (0.955, 0.97):
+            x = [limit * at, limit * (at + 0.01)]
+            axes.plot(x, [y + 0.14, y - 0.14], color="white", linewidth=1.6, solid_capstyle="butt")
+    else:
         span = [[bar.median - bar.p10], [bar.p90 - bar.median]]
         axes.errorbar(bar.median, y, xerr=span, color=INK, linewidth=0.9, capsize=1.8)
-    label = f"{bar.median:.1f}" + (" \u2192" if cut else "")
+    label = f"{bar.median:.1f}"
     at = limit if cut else max(bar.median, bar.p90)
     axes.text(at + limit * 0.012, y, label, va="center", fontsize=7.5)
+
+
+def ranks(record: data.Record) -> Figure:
+    """What several ranks do together, at the least number of rows: a line of panels an operator, cold and
+    hot."""
+    runs: dict[str, data.Record] = {}
+    for _, run in data.runs([record]):  # by rows, ascending
+        runs.setdefault(run["op"], run)
+    bars = {op: {m: data.versions_of_ranks(run, m) for m in ("cold", "hot")} for op, run in runs.items()}
+    names = {
+        op: list(dict.fromkeys(b.name for found in by.values() for b in found)) for op, by in bars.items()
+    }
+    counts = [len(found) for found in names.values()]
+    figure, panels = new(
+        8.6, 1.5 + 0.27 * sum(counts) + 0.5 * len(counts), len(runs), 2, squeeze=False, height_ratios=counts
+    )
+    for line, (op, by_metric) in zip(panels, bars.items(), strict=True):
+        for axes, (metric, found) in zip(line, by_metric.items(), strict=True):
+            longest = max((max(bar.median, bar.p90) for bar in found), default=1.0)
+            for bar in found:
+                own = not bar.ours and bar.name.startswith(("moe_finalize", "all_reduce", "link"))
+                _bar(axes, 0.3 * names[op].index(bar.name), bar, longest, "#95d5b2" if own else None)
+            labels = names[op] if metric == "cold" else [""] * len(names[op])
+            axes.set_yticks([0.3 * i for i in range(len(labels))], labels, fontsize=8)
+            axes.set_ylim(0.3 * len(labels) - 0.12, -0.2)
+            axes.set_xlim(0, longest * 1.2)
+            axes.set_title(f"{op}, T = {runs[op]['rows']}, {metric}", fontsize=9)
+            axes.tick_params(axis="x", labelsize=8)
+    for axes in panels[-1]:
+        axes.set_xlabel("us, slowest rank; whiskers: 10th to 90th percentile", fontsize=8)
+    handles = [_patch(OURS, "ours"), _patch("#95d5b2", "ours, in several launches, and a part of it")]
+    handles.append(_patch(PUBLISHED, "with an all-reduce of NCCL or torch"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=8.5)
+    return figure
 
 
 def _patch(colour: str, label: str) -> Any:
@@ -215,7 +265,8 @@ def step(record: data.Record) -> Figure:
         fontsize=9,
     )
     ratio = record["ratio"]["median"]
-    layers = record["shape"]["layers"]
-    bar.set_title(f"Whole step, {layers} layers: fused is {ratio:.2f} times as fast")
+    layers, count = record["shape"]["layers"], data.ranks_of(record)
+    among = f", {count} ranks" if count > 1 else ""
+    bar.set_title(f"Whole step, {layers} layers{among}: fused is {ratio:.2f} times as fast")
     bar.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=4, fontsize=8)
     return figure

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from profiling.acceptance import UNFUSED
 from profiling.reporting import data
 from profiling.step import families
 
@@ -75,13 +76,15 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def tiles(results: data.Results) -> str:
     """The numbers to take away, a tile each."""
     made = []
-    for record in results.decode_step[-1:]:
+    for record in data.steps(results.decode_step):
         ratio = record["ratio"]["median"]
         layers, fused = record["shape"]["layers"], record["arms"]["fused"]["cold"]["median"] / 1e3
         unfused = record["arms"]["unfused"]["cold"]["median"] / 1e3
-        text = f"decode step of {layers} layers: {unfused:.2f} ms in separate launches, {fused:.2f} ms fused"
+        ranks = f" on {n} ranks" if (n := data.ranks_of(record)) > 1 else ""
+        text = f"decode step of {layers} layers{ranks}: "
+        text += f"{unfused:.2f} ms in separate launches, {fused:.2f} ms fused"
         made.append((f"{ratio:.2f}\u00d7", text))
-    judged = data.judgements((*results.bench, *results.collective))
+    judged = data.judgements((*results.bench, *results.collective, *results.ranks))
     best: list[tuple[float, data.Record]] = sorted(
         ((j["ratio"], j) for j in judged if j["ratio"] and j["metric"] == "cold" and j["verdict"] == "PASS"),
         key=lambda pair: -pair[0],
@@ -89,7 +92,10 @@ def tiles(results: data.Results) -> str:
     for ratio, judgement in best[:2]:
         if ratio > 1 + (judgement["noise"] or 0):
             made.append(
-                (f"{ratio:.2f}\u00d7", f"as fast as {judgement['against']}: {judgement['op']}, one row")
+                (
+                    f"{ratio:.2f}\u00d7",
+                    f"as fast as {judgement['against']}: {judgement['op']}, one row{judgement['where']}",
+                )
             )
     counted = [j for j in judged if j["verdict"] in ("PASS", "FAIL")]
     if counted:
@@ -109,12 +115,40 @@ def acceptance(records: Sequence[data.Record]) -> str:
         sign = "\u2264" if j["metric"] == "host" else "\u2265"
         bound = "" if j["bound"] is None else f"{sign} {j['bound']:.3g}"
         noise = "" if j["noise"] is None else f"{j['noise']:.1%}"
-        item = f"{j['op']}, {j['rows']}" + ("" if j["version"] == "ours" else f" [{j['version']}]")
+        item = f"{j['op']}, {j['rows']}{j['where']}" + (
+            "" if j["version"] == "ours" else f" [{j['version']}]"
+        )
         verdict = j["verdict"] + (" ~" if j["note"].startswith("within noise") else "")
         rows.append((item, j["metric"], verdict, mine, j["against"], theirs, ratio, bound, noise))
     table = grid(("work, rows", "metric", "", "us", "against", "us", "ratio", "asked", "noise"), rows)
     sources = "<br>".join(f"<code>{escape(data.source(record))}</code>" for record in records)
     return table + f'<p class="note">~ within noise of what is asked.<br>{sources}</p>'
+
+
+def ranks(record: data.Record) -> str:
+    """Every run of several ranks beside the fastest of what it is held against, and the link."""
+    rows = []
+    for _, run in data.runs([record]):
+        cells: list[str] = []
+        for metric in ("cold", "hot"):
+            mine = next((b for b in data.versions_of_ranks(run, metric) if b.ours), None)
+            other = data.replaced(run, metric)
+            cells.append("" if mine is None else f"{mine.median:.2f}")
+            if other is None:
+                cells += ["", "", ""]
+                continue
+            ratio = "" if mine is None else f"{other.median / mine.median:.2f}"
+            cells += [other.name.removeprefix(UNFUSED), f"{other.median:.2f}", ratio]
+        rows.append((run["op"], run["rows"], *cells))
+    side = ("us", "fastest, with", "us", "ratio")
+    table = grid(("work", "rows", "cold: " + side[0], *side[1:], "hot: " + side[0], *side[1:]), rows)
+    link = record.get("link")
+    way = f"One way over the link, by ping-pong: {link['one_way_us']:.2f} us. " if link else ""
+    sentence = (
+        f"{way}Times of the slowest rank. For the fused operator: finalize, gate-add, and that all-reduce."
+    )
+    source = f"<code>{escape(data.source(record))}</code>"
+    return table + f'<p class="note">{escape(sentence)}<br>{source}</p>'
 
 
 def step_table(record: data.Record) -> str:
@@ -204,10 +238,14 @@ def page(results: data.Results, pictures: Sequence[Picture]) -> str:
     title = f"flashnext-kernels on {first['host'].get('gpu') or 'no GPU'}"
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="host">{escape("; ".join(hosts))}</p>', tiles(results)]
     parts += [figure(picture) for picture in pictures]
-    for record in results.decode_step[-1:]:
+    for record in results.ranks[-1:]:
+        parts += [f"<h2>Across {data.ranks_of(record)} ranks, a GPU each</h2>", ranks(record)]
+    for record in data.steps(results.decode_step):
         if table := step_table(record):
-            parts += ["<h2>Where the decode step's time goes</h2>", table]
-    judged = [record for record in (*results.bench, *results.collective) if record["acceptance"]]
+            among = f", {n} ranks" if (n := data.ranks_of(record)) > 1 else ""
+            parts += [f"<h2>Where the decode step's time goes{among}</h2>", table]
+    timed_records = (*results.bench, *results.collective, *results.ranks)
+    judged = [record for record in timed_records if record["acceptance"]]
     if judged:
         parts += ["<h2>What is asked, and what was measured</h2>", acceptance(judged)]
     for record in results.ncu[-1:]:

@@ -57,7 +57,7 @@ def trace(replay: Callable[[], None]) -> list[Span]:
         replay()
         torch.cuda.synchronize()
     events: Iterable[Any] = profiler.events() or ()
-    device = [e for e in events if "cuda" in str(e.device_type).lower() and not e.name.startswith("Memset")]
+    device = [e for e in events if "cuda" in str(e.device_type).lower() and not _before(e.name)]
     spans = sorted(
         (Span(e.name, e.time_range.start, e.time_range.end) for e in device), key=lambda s: s.start
     )
@@ -65,6 +65,11 @@ def trace(replay: Callable[[], None]) -> list[Span]:
         raise RuntimeError("the profiler saw no kernel of the replay")
     first = spans[0].start
     return [Span(s.name, round(s.start - first, 3), round(s.end - first, 3)) for s in spans]
+
+
+def _before(name: str) -> bool:
+    """Whether an event is no part of a step: a fill, or what lines ranks up before one (world.py)."""
+    return name.startswith("Memset") or any(mark in name for mark in ("LineUp_object", "spin_kernel"))
 
 
 def table(spans: Iterable[Span]) -> list[dict[str, Any]]:

@@ -155,3 +155,18 @@ def test_other_hosts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     new["host"] = {"gpu": "Another", "nvml": {"driver": "1"}, "versions": {"torch": "2"}}
     assert run(tmp_path, bench(4.0), new) == 0
     assert "hosts: gpu A GPU -> Another\n" in capsys.readouterr().out
+
+
+def test_real_ranks_are_compared_with_real_ranks(tmp_path: Path) -> None:
+    """The same work of one rank over loopback, in the same file, is another thing."""
+
+    def both(loopback: float, real: float) -> dict[str, Any]:
+        made = {
+            "collective": {**bench(loopback), "kind": "collective"},
+            "ranks": {**bench(real), "kind": "ranks"},
+        }
+        return {"stages": [], **made}
+
+    assert run(tmp_path, both(4.0, 7.0), both(4.0, 7.0)) == 0
+    assert run(tmp_path, both(4.0, 7.0), both(4.0, 7.5)) == 1
+    assert run(tmp_path, both(4.0, 7.0), both(4.3, 7.0)) == 1

@@ -118,6 +118,13 @@ def test_collective(tmp_path: Path) -> None:
     assert log.rstrip().endswith(f"-m profiling.collective --json {tmp_path}/results/collective.json")
 
 
+def test_ranks(tmp_path: Path) -> None:
+    assert check(tmp_path, "ranks", RANKS="2", RANKS_ARGS="--rows 1").returncode == 0
+    log = (tmp_path / "results" / "ranks.log").read_text()
+    assert log.startswith("-m torch.distributed.run --nproc-per-node 2 -m profiling.bench --ops all_reduce,")
+    assert log.rstrip().endswith(f"--peers --json {tmp_path}/results/ranks.json --rows 1")
+
+
 def test_step(tmp_path: Path) -> None:
     assert check(tmp_path, "step", STEP_ARGS="--layers 8").returncode == 0
     log = (tmp_path / "results" / "step.log").read_text()

@@ -37,6 +37,12 @@ def test_command(arguments: list[str], line: str) -> None:
     assert host.command("profiling.bench", arguments) == line
 
 
+def test_command_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = "torchrun --nproc-per-node 4 -m profiling.bench --peers"
+    assert host.command("profiling.bench", ["--peers"]) == line
+
+
 def test_today() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", host.today())
 

@@ -17,6 +17,11 @@ from profiling.ncu import parse, tool
 DATA = Path(__file__).with_name("data")
 
 
+@pytest.fixture(autouse=True)
+def as_if_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "without_gpu", lambda: None)
+
+
 def read(family: str) -> list[parse.Kernel]:
     return parse.read(DATA / f"{family}.csv", DATA / f"{family}.json")
 
@@ -197,6 +202,21 @@ def test_no_permission_is_said_politely(tmp_path: Path, capsys: pytest.CaptureFi
     told = capsys.readouterr().err
     assert "may not read the GPU's performance counters" in told
     assert "NVreg_RestrictProfilingToAdminUsers=0" in told
+
+
+@pytest.mark.parametrize("script", ["run_all", "hyper"])
+def test_no_gpu_is_said_before_anything_runs(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [script, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(f"profiling.ncu.{script}", run_name="__main__")
+    assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "profiling.ncu: torch sees no CUDA device; nothing was profiled\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

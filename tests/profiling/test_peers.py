@@ -338,11 +338,6 @@ class TestCollectives:
     """The mapping of torch's all-reduces, in a world whose other rank holds the same row."""
 
     @pytest.fixture
-    def case(self) -> cases.Case:
-        x = torch.randn(2, 2560, generator=torch.Generator().manual_seed(3)).bfloat16()
-        return cases.Case("all_reduce", 2, {"x": x}, {}, 0, lambda rows, results: {})
-
-    @pytest.fixture
     def world(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         used: list[str] = []
         group = types.SimpleNamespace(group_name="0")
@@ -362,7 +357,7 @@ class TestCollectives:
 
         monkeypatch.setattr(distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-        monkeypatch.setattr(distributed, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
         monkeypatch.setattr(distributed, "group", types.SimpleNamespace(WORLD=group))
         monkeypatch.setattr(distributed, "all_reduce", all_reduce)
         names = ("one_shot_all_reduce", "two_shot_all_reduce_")
@@ -374,20 +369,31 @@ class TestCollectives:
         monkeypatch.setattr(distributed, "_symmetric_memory", memory, raising=False)
         return used
 
-    def test_each_adds_up_the_row(self, case: cases.Case, world: list[str]) -> None:
-        x = case.args["x"].clone()
-        for peer in torch_collectives.peers():
-            call = peer.prepare(case)
-            for _ in range(2):  # as replays do: each starts from the row again
-                assert torch.equal(call()["all_reduce"], 2 * x)
-            assert torch.equal(case.args["x"], x), "the row itself stays"
+    def test_each_adds_up_what_is_in_its_memory(self, world: list[str]) -> None:
+        x = torch.randn(2, 2560, generator=torch.Generator().manual_seed(3)).bfloat16()
+        for reducer in torch_collectives.reducers():
+            held, call = reducer.take(x)
+            for _ in range(2):
+                held.copy_(x)
+                assert torch.equal(call(), 2 * x)
+                assert torch.equal(held, 2 * x if reducer.in_place else x)
         assert set(world) == {"nccl", "rendezvous 0", "one_shot_all_reduce", "two_shot_all_reduce_"}
 
     @pytest.mark.usefixtures("world")
-    def test_one_shot_is_for_small_rows(self, case: cases.Case) -> None:
-        assert torch_collectives.small(case) is None
-        case.args["x"] = torch.zeros(256, 2560, dtype=torch.bfloat16)
-        assert torch_collectives.small(case) == "takes at most 524288 bytes"
+    def test_they_are_found(self) -> None:
+        found = peers.discover(["profiling.peers.torch_collectives"])
+        assert (found.peers, found.missing) == ((), {})
+        assert [reducer.name for reducer in found.reducers] == [
+            "NCCL all_reduce",
+            "torch one_shot_all_reduce",
+            "torch two_shot_all_reduce",
+        ]
+
+    @pytest.mark.usefixtures("world")
+    def test_one_shot_is_for_small_rows(self) -> None:
+        assert torch_collectives.small(torch.zeros(2, 2560, dtype=torch.bfloat16)) is None
+        large = torch.zeros(256, 2560, dtype=torch.bfloat16)
+        assert torch_collectives.small(large) == "takes at most 524288 bytes"
 
     @pytest.mark.usefixtures("world")
     @pytest.mark.parametrize(
@@ -395,7 +401,7 @@ class TestCollectives:
         [
             ("is_initialized", False, "torchrun"),
             ("get_world_size", 1, "one rank"),
-            ("get_backend", "gloo", "backend is gloo"),
+            ("get_backend_config", "cpu:gloo", "backend is cpu:gloo"),
         ],
     )
     def test_refuses_without_ranks(
@@ -403,4 +409,4 @@ class TestCollectives:
     ) -> None:
         monkeypatch.setattr(torch_collectives.distributed, name, lambda: value)
         with pytest.raises(RuntimeError, match=reason):
-            torch_collectives.peers()
+            torch_collectives.reducers()

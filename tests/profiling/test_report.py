@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from profiling import report
-from profiling.acceptance import AGAIN, COPY, EMPTY, OURS
+from profiling.acceptance import AGAIN, COPY, COPY_SAME, EMPTY, GEMMS, OURS, SEPARATE
+from profiling.cases import CASES
 from profiling.ncu import parse
 from profiling.reporting import data, page
 
@@ -58,9 +59,8 @@ def test_every_picture_says_host_date_and_command() -> None:
 
 def test_bars_are_ours_the_fastest_published_and_torch() -> None:
     one = run("hc_gate", ours=4.0, slow_peer=6.0, fast_peer=5.0, torch_eager=30.0)
-    one["versions"] += run("hc_gate", **{AGAIN: 4.1, EMPTY: 3.0, "read floor 1x320": 2.0, "tile 8": 1.0})[
-        "versions"
-    ]
+    yardsticks = (AGAIN, EMPTY, "read floor 1x320", "tile 8", COPY, COPY_SAME, GEMMS, SEPARATE)
+    one["versions"] += run("hc_gate", **dict.fromkeys(yardsticks, 1.0))["versions"]
     one["versions"].append({"name": "broken", "bytes": 1, "cold": None})
     bars = data.bars(one)
     assert [(b.name, b.ours) for b in bars] == [("ours", True), ("fast peer", False), ("torch eager", False)]
@@ -189,11 +189,91 @@ def test_nsight_compute_and_the_emulator_are_on_the_page() -> None:
     assert "<td>hc_mix</td><td>sm_103a</td><td>7</td><td class=bad>FAIL</td>" in text
 
 
+RANKED = ("all_reduce", "moe_finalize_all_reduce")
+SEQUENCES = {
+    "ours": (6.0, 3.0),
+    "ours, again": (6.0, 3.0),
+    "moe_finalize, all_reduce": (9.0, 4.0),
+    "finalize, gate-add, NCCL all_reduce": (20.0, 15.0),
+    "finalize, gate-add, torch one_shot_all_reduce": (16.0, 9.0),
+    "empty kernel": (3.0, 0.5),
+    "link one way + moe_finalize alone": (None, 2.5),
+}
+
+
+def ranked(*rows: int) -> dict[str, Any]:
+    """A result of two ranks."""
+
+    def one(op: str, rows: int, versions: dict[str, tuple[float | None, float]]) -> dict[str, Any]:
+        listed = [
+            {"name": n, "bytes": 1, "error": None, "cold": cold and timing(cold), "hot": timing(hot)}
+            for n, (cold, hot) in versions.items()
+        ]
+        return {"op": op, "rows": rows, "ranks": 2, "error": None, "versions": listed, "noise": {}}
+
+    sums = {"ours": (5.0, 2.0), "NCCL all_reduce": (15.0, 10.0)}
+    made = [one(op, r, v) for op, v in zip(RANKED, (sums, SEQUENCES), strict=True) for r in rows]
+    command = "torchrun --nproc-per-node 2 -m profiling.bench"
+    return bench(*made, kind="ranks", ranks=2, command=command, link={"one_way_us": 0.8})
+
+
+def test_several_ranks_beside_what_they_replace() -> None:
+    record = ranked(4, 1)
+    assert data.source(record).startswith("2 x A GPU, driver 580")
+    runs = [run for _, run in data.runs([record])]
+    assert [(run["op"], run["rows"]) for run in runs] == [(op, rows) for op in RANKED for rows in (1, 4)]
+    names = [bar.name for bar in data.versions_of_ranks(runs[2], "cold")]
+    assert names == [name for name, (cold, _) in SEQUENCES.items() if cold and "again" not in name][:-1]
+    assert data.replaced(runs[0], "hot").name == "NCCL all_reduce"
+    assert data.replaced(runs[2], "hot").median == 9.0, "not the sum of measurements, which is less"
+    text = page.page(data.Results(ranks=[record]), [])
+    assert "Across 2 ranks, a GPU each" in text
+    one_shot = "torch one_shot_all_reduce"
+    cells = (
+        "moe_finalize_all_reduce",
+        1,
+        "6.00",
+        one_shot,
+        "16.00",
+        "2.67",
+        "3.00",
+        one_shot,
+        "9.00",
+        "3.00",
+    )
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in text
+    assert "by ping-pong: 0.80 us" in text
+
+
+def test_decode_steps_of_one_and_of_several_ranks_stand_side_by_side() -> None:
+    def step(ranks: int, us: float) -> dict[str, Any]:
+        arms = {name: {"cold": timing(us), "trace": None} for name in ("fused", "unfused")}
+        shape = {"layers": 48, "ranks": ranks}
+        return bench(kind="decode_step", shape=shape, arms=arms, ratio={"median": 1.5})
+
+    steps = [step(2, 9.0), step(1, 3.0), step(2, 5.0)]
+    assert [(data.ranks_of(s), s["arms"]["fused"]["cold"]["median"]) for s in data.steps(steps)] == [
+        (1, 3.0),
+        (2, 5.0),
+    ]
+    text = page.tiles(data.Results(decode_step=steps))
+    assert "decode step of 48 layers: 0.00 ms" in text
+    assert "decode step of 48 layers on 2 ranks: " in text
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the committed results."""
+    """The report of the committed results, of two ranks, and of every operator with a floor."""
     folder = tmp_path_factory.mktemp("report")
-    assert report.main([*map(str, COMMITTED), "-o", str(folder)]) == 0
+    floor = {"ours": 5.0, EMPTY: 3.0, COPY: 2.0, GEMMS: 4.0, "a peer": 6.0, "torch eager": 60.0}
+    others = {
+        "ranks": ranked(1, 2),
+        "all": bench(*(run(op, rows, **floor) for op in CASES for rows in (1, 8))),
+    }
+    for name, record in others.items():
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    more = [str(folder / f"{name}.json") for name in others]
+    assert report.main([*map(str, COMMITTED), *more, "-o", str(folder)]) == 0
     return folder
 
 
@@ -202,7 +282,7 @@ def test_the_page_of_the_committed_results(made: Path) -> None:
     assert COMMITTED
     text = (made / "index.html").read_text()
     pictures = sorted(path.stem for path in made.glob("*.png"))
-    assert "latency" in pictures
+    assert {"latency", "ranks", "floors", "scaling", "decode_step"} <= set(pictures)
     assert text.count("data:image/png;base64,") == len(pictures)
     assert not re.search(r"""(?:src|href)=["'](?!data:)""", text), "nothing is fetched"
     for path in made.glob("*.png"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import bindings
 from bindings import ops
-from profiling import decode_step, peers, protocol
+from profiling import decode_step, peers, protocol, world
 from profiling.observe import watch
 from profiling.step import arms, compare, families, frame
 from profiling.step.families import Span
@@ -254,6 +254,19 @@ SPANS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("Memset (Device)", True),
+        ("kernel_cutlass_kernel_profilinglink_kernelsLineUp_object_at__0", True),
+        ("spin_kernel(long)", True),
+        ("kernel_cutlass_kernel_HcMix_object_at__0", False),
+    ],
+)
+def test_what_stands_before_a_step_is_no_part_of_it(name: str, before: bool) -> None:
+    assert families._before(name) is before
+
+
 def test_table_by_family() -> None:
     rows = {row["family"]: row for row in families.table(SPANS)}
     assert rows["experts"] == {"family": "experts", "launches": 2, "us": 5.5, "alone_us": 4.0}
@@ -304,26 +317,11 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert decode_step.main([]) == 2
-    assert "no CUDA device for local rank 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])
-def test_one_of_the_ranks_speaks(monkeypatch: pytest.MonkeyPatch, rank: int, speaks: bool) -> None:
-    told: list[str] = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: told.append(backend))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: told.append("gone"))
-    with decode_step.joined() as first:
-        assert first is speaks
-    assert told == ["cpu:gloo,cuda:nccl", "gone"]
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with decode_step.joined() as first:
-        assert first
+    assert "4 ranks need a GPU each, 1 here" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -358,7 +356,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(protocol, "cold", cold)
     monkeypatch.setattr(peers, "discover", lambda: peers.Found(tuple(TORCH), {"sglang": "is not here"}))
     monkeypatch.setattr(decode_step, "communicator", lambda device, shape: arms.Alone())
-    monkeypatch.setattr(families, "trace", lambda replay: SPANS)
+    monkeypatch.setattr(families, "trace", lambda replay: (replay(), SPANS)[1])
     told["us"] = {"fused": 1000.0, "fused, again": 1010.0, "unfused": 1200.0}
     fused = Counter({"HcApplyNorm_object": 3, "MoeFinalize_object": 2, "GdnPackedDecode_object": 2})
     told["kernels"] = {name: list(fused.elements()) for name in ("fused", "fused, again", "unfused")}
@@ -368,10 +366,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 TORCH = peers.discover(["profiling.peers.torch_eager"]).peers
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+def run(tmp_path: Path, *arguments: str, group: world.World | None = None) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "step.json"
     size = ("--layers", "2", "--experts", "16", "--context", "40", "--blocks", "2", "--samples", "3")
-    code = decode_step.run(decode_step.parse([*size, *arguments, "--json", str(path)]))
+    code = decode_step.run(decode_step.parse([*size, *arguments, "--json", str(path)]), group)
     return code, json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -447,6 +445,44 @@ def test_memory_is_asked_for_first(
     code, record = run(tmp_path)
     assert (code, record) == (2, {})
     assert "--layers or --experts shrink it" in capsys.readouterr().err
+
+
+def among(rank: int, theirs: Callable[[Any, str], Any], lined: list[int] | None = None) -> world.World:
+    """A rank of two, the other of which brings what `theirs` makes of what this one brings."""
+    lined = [] if lined is None else lined
+
+    def meet(value: Any, what: str) -> list[Any]:
+        other = theirs(value, what)
+        return [value, other] if rank == 0 else [other, value]
+
+    return world.World(rank, 2, meet, protocol.CudaDevice(), lambda: lined.append(rank))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_among_ranks_the_slowest_counts_and_the_first_writes(
+    device: dict[str, Any], tmp_path: Path, rank: int
+) -> None:
+    def theirs(value: Any, what: str) -> Any:
+        if what == "samples":
+            return {name: [[us + 100 for us in block] for block in blocks] for name, blocks in value.items()}
+        return ["a count is wrong"] if what == "failures" else value
+
+    lined: list[int] = []
+    code, record = run(tmp_path, group=among(rank, theirs, lined))
+    assert lined == [rank] * 2, "before each traced replay"
+    assert code == 1, "what fails on another rank fails here"
+    assert bool(record) == (rank == 0)
+    if record:
+        assert record["arms"]["fused"]["cold"]["median"] == 1100.0
+        assert record["by_rank"]["cold"]["unfused"] == [1200.0, 1300.0]
+        assert record["failures"] == ["rank 1: a count is wrong"]
+
+
+def test_one_rank_without_memory_stops_all(
+    device: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, group=among(0, lambda value, what: "too little"))[0] == 2
+    assert "rank 1: too little" in capsys.readouterr().err
 
 
 def test_a_replay_that_differs_fails(

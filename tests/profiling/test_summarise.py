@@ -185,6 +185,16 @@ def logs(tmp_path: Path) -> Path:
     reduced = {key: bench[key] for key in ("date", "command", "host", "settings")}
     collective = {**reduced, "kind": "collective", "runs": [fused], "acceptance": []}
     (folder / "collective.json").write_text(json.dumps(collective))
+    link = {"one_way_us": 0.71}
+    several = {
+        **reduced,
+        "kind": "ranks",
+        "ranks": 2,
+        "transport": "cuda_ipc",
+        "link": link,
+        "acceptance": [],
+    }
+    (folder / "ranks.json").write_text(json.dumps({**several, "runs": [{**fused, "rows": 4, "ranks": 2}]}))
     op = {"backend": "cute", "target": "sm_90a", "max_err": 1e-3, "tolerance": 2e-3, "ok": True}
     demo = {
         "host": {"gpu": "NVIDIA H200", "system": "Linux-some-machine"},
@@ -215,6 +225,8 @@ def test_page(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "| hc_mix | cute | sm_90a | not finite | 2.00e-03 | FAILED |",
         "## Collective, one rank over loopback",
         "| all_reduce, 1 row | ours | 4.10 (4.00-4.20) | 1.10 |",
+        "## 2 ranks, a GPU each; link one way 0.710 us",
+        "| all_reduce, 4 rows | ours | 4.10 (4.00-4.20) | 1.10 |",
         "## Decode step, 48 layers, 512 experts, context 8192",
         "| fused | 2.000 | 1241 |",
         "| HC mix | 900 (97) | 900 (97) |",
@@ -231,6 +243,7 @@ def test_page(logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "samples" not in summary["bench"]["runs"][0]["versions"][0]["cold"]
     assert summary["collective"]["kind"] == "collective"
     assert summary["collective"]["runs"][0]["ranks"] == 4
+    assert (summary["ranks"]["kind"], summary["ranks"]["ranks"]) == ("ranks", 2)
     assert summary["decode_step"]["arms"]["fused"]["cold"] == {"median": 2000.0, "p10": 1999.9, "p90": 2000.1}
     assert [stage["ok"] for stage in summary["stages"]] == [False, True, True, True]
 
