@@ -66,13 +66,18 @@ class Kernel:
 def read(table: Path, called: Path | None = None) -> list[Kernel]:
     """The kernels of a CSV, with their operators where `called` exists.
 
-    ValueError for a file that is no raw page, or whose launches are not those that were called."""
+    ValueError for a file that is no raw page, whose launches are not those that were called, or one of whose
+    kernels the profiler saw but could not run."""
     rows = [row for row in csv.reader(table.read_text(errors="replace").splitlines()) if row]
     heads = [i for i, row in enumerate(rows) if "Kernel Name" in row and row[0] == "ID"]
     if not heads or len(rows) < heads[0] + 3:
         raise ValueError(f"{table.name}: no kernels of a raw page in it")
     head, units, *launches = rows[heads[0] :]
     launches = [row for row in launches if len(row) == len(head)]
+    for row in launches:
+        cells = dict(zip(head, row, strict=True))
+        if cells.get("Grid Size") == "(0, 0, 0)":
+            raise ValueError(f"{table.name}: the profiler could not run {short_name(cells['Kernel Name'])}")
     calls = _calls(called)
     if calls is not None and len(calls) != len(launches):
         raise ValueError(f"{table.name}: {len(launches)} launches were profiled, {len(calls)} were called")

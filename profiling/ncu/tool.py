@@ -139,7 +139,11 @@ def profile(family: str, options: Options) -> list[parse.Kernel]:
     text = _run([str(ncu), "--import", str(report), "--csv", "--page", "raw"])
     table = options.out / f"{family}.csv"
     table.write_text(text[text.index('"ID"') :] if '"ID"' in text else text)
-    return parse.read(table, options.out / f"{family}.json")
+    try:
+        return parse.read(table, options.out / f"{family}.json")
+    except ValueError as error:
+        said = [line for line in ran.splitlines() if line.startswith(("==WARNING==", "==ERROR=="))]
+        raise RuntimeError("\n".join([str(error), *said[-8:]])) from error
 
 
 def _run(words: Sequence[str]) -> str:

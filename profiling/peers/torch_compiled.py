@@ -33,6 +33,9 @@ def _compiled(eager: Peer, function: Callable[..., Any], backend: str) -> Peer:
 def peers(backend: str = "inductor") -> list[Peer]:
     """One for every piece of work. ImportError without Triton, which the default backend generates for."""
     if backend == "inductor":
+        import torch._inductor.config
         import triton as triton  # the reason in `Found.missing` where it is not here
+
+        torch._inductor.config.compile_threads = 1  # no pool of processes beside what is timed on the host
 
     return [_compiled(eager, torch_eager.FUNCTIONS[eager.op], backend) for eager in torch_eager.peers()]

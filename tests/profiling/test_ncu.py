@@ -26,6 +26,11 @@ def read(family: str) -> list[parse.Kernel]:
     return parse.read(DATA / f"{family}.csv", DATA / f"{family}.json")
 
 
+def test_a_launch_that_the_profiler_could_not_run() -> None:
+    with pytest.raises(ValueError, match=r"unlaunched\.csv: the profiler could not run HcMix"):
+        parse.read(DATA / "unlaunched.csv")
+
+
 def test_a_captured_file() -> None:
     (kernel,) = read("gdn")
     assert kernel == parse.Kernel(
