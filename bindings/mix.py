@@ -211,8 +211,12 @@ def _device(value: torch.device | str) -> torch.device:
         raise InvalidArgument(f"check: device: got {value!r}, {allowed}")
     if found.type == "cpu":
         return torch.device("cpu")
-    here = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if here and found.index is None else found
+    count = torch.cuda.device_count()
+    current = torch.cuda.current_device() if count else 0
+    found = torch.device("cuda", current) if found.index is None else found
+    if found.index >= max(count, 1):
+        raise InvalidArgument(f"check: device: got {value!r}, {allowed}; CUDA devices here: {count}")
+    return found
 
 
 def settle(index: int, shared: OnDevice, capturing: bool, launched: str = "") -> None:

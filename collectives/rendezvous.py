@@ -167,7 +167,7 @@ class StoreRendezvous(Rendezvous):
         later one, never half in each: who met its dead incarnation times out, naming it, and joins again.
         """
         _check_rank(rank, world_size)
-        root, what = f"flashnext/{name}", f"the reset of {name!r}"
+        root, what = f"flashnext/{name}", f"the meeting of {name!r}"
         me, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
         with _failures_named(what):
             while True:

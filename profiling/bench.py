@@ -42,7 +42,7 @@ from bindings.targets import target_of
 from profiling import acceptance, cases, counters, floors, host, ours, peers, protocol, stats, world
 from profiling.acceptance import AGAIN, COPY, COPY_SAME, EMPTY, GEMMS, OURS, READ, SEPARATE
 from profiling.cases import Case, Check
-from profiling.console import phase, say, write
+from profiling.console import no_file, phase, say, write
 
 SCHEMA = 1
 DEFAULT_ROWS = {"gdn_packed_decode": (1, 64, 256), "hc_mix": (1, 4, 8, 16, 32)}
@@ -418,15 +418,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="GDN rows take pool slots in random order: every kernel is some 3 %% slower on many rows",
     )
     options = parser.parse_args(arguments)
-    if options.ops is None:
+    asked = options.ops
+    if asked is None:
         options.ops = world.RANKED if world.size() > 1 and not options.counters else tuple(cases.CASES)
     options.ranked = options.ops[0] in world.RANKED
-    if options.ranked and options.counters:
-        parser.error(f"--counters: got {', '.join(options.ops)}, allowed {', '.join(counters.OPS)}")
+    if options.counters and asked is not None and (other := [op for op in asked if op not in counters.OPS]):
+        parser.error(f"--counters: got {', '.join(other)}, allowed {', '.join(counters.OPS)}")
     if options.ranked and options.rows and max(options.rows) > world.MAX_ROWS:
         parser.error(f"--rows: got {max(options.rows)}, allowed 1 to {world.MAX_ROWS} of several ranks")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json: no folder {options.json.parent}")
+    if options.json and (why := no_file(options.json)):
+        parser.error(f"--json: {why}")
     chosen = dict(QUICK) if options.quick else {}
     chosen |= {n: v for n in ("blocks", "samples") if (v := getattr(options, n)) is not None}
     try:

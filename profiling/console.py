@@ -42,8 +42,15 @@ def phase(text: str, total: int = 0) -> Iterator[Callable[[], None]]:
     say(f" {time.perf_counter() - start:.1f} s")
 
 
-def write(path: Path, record: Mapping[str, Any]) -> None:
+def no_file(path: Path) -> str | None:
+    """Why no file can be written there, asked before the work whose result it is to hold; None if one can."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    return None if path.parent.is_dir() else f"no folder {path.parent}"
+
+
+def write(path: Path, record: Mapping[str, Any], indent: int | None = None) -> None:
     """Writes a JSON file whole or not at all; ValueError for what is no JSON."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(record, allow_nan=False) + "\n")
+    temporary.write_text(json.dumps(record, allow_nan=False, indent=indent) + "\n")
     os.replace(temporary, path)

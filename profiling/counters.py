@@ -15,7 +15,6 @@ code: 1 if an operator failed.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ import torch
 import bindings
 from bindings.targets import TARGETS
 from profiling import cases, host, ours
-from profiling.console import phase, say
+from profiling.console import no_file, phase, say, write
 
 SCHEMA = 1
 OPS = tuple(name for name in cases.CASES if name != "hc_gate_apply_norm")
@@ -134,11 +133,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [0]
     if min(rows) < 1:
         parser.error(f"--rows: got {options.rows}, allowed positive integers, separated by commas")
+    if options.json and (why := no_file(options.json)):
+        parser.error(f"--json: {why}")
     command = shlex.join(["python", "-m", "profiling.counters", *(sys.argv[1:] if argv is None else argv)])
     runs = [(op, n) for op in options.ops or OPS for n in rows]
     record = run(runs, options.target or TARGETS, command)
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write(options.json, record, indent=1)
     return int(failed(record))
 
 

@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 MEETING_S = 120.0
+SPEAKS_WITHIN_S = 5.0  # between the starts of a host's processes
 WAIT_NS = 5_000_000_000
 ROUNDS, REPEATS = 2000, 7
 """Of ping-pong: words there and back, and how often that is measured."""
@@ -78,8 +80,12 @@ def obstacle() -> str | None:
 
 
 def speaks() -> bool:
-    """Whether this process is the one of its host that says what stands in the way."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    """Whether this process is the one of its host that says what stands in the way. The others wait before
+    they leave: torchrun ends all when one has ended, and the reason would be lost."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not first:
+        time.sleep(SPEAKS_WITHIN_S)
+    return first
 
 
 @contextlib.contextmanager

@@ -225,14 +225,14 @@ def plan(hidden: int, streams: int, low_rank: int, bucket: int, target: str) -> 
     tensor_memory = target != "sm_90a"
     width = streams * hidden
     if streams not in STREAMS:
-        return f"C is one of {', '.join(map(str, STREAMS))}"
+        return f"C must be one of {', '.join(map(str, STREAMS))}"
     if hidden % 8:
-        return "H is a multiple of 8"
+        return "H must be a multiple of 8"
     if low_rank % 16:
-        return "R is a multiple of 16"
+        return "R must be a multiple of 16"
     cluster = next((c for c in (8, 4, 2, 1) if width % (SLAB * c) == 0), None)
     if cluster is None:
-        return f"C*H is a multiple of {SLAB}"
+        return f"C*H must be a multiple of {SLAB}"
     shaped = _shaped(hidden, streams, low_rank, bucket, tensor_memory, cluster)
     fits = shaped.up_tiles <= (4 if tensor_memory else shaped.warps) and shaped.down_rows <= 64
     if fits and max(shaped.up_rows, shaped.down_rows) <= 256 and shaped.smem_bytes <= MAX_SMEM:

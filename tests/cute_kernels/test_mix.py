@@ -93,10 +93,10 @@ def test_the_model_has_a_plan(bucket: int, target: str) -> None:
 
 
 def test_what_has_no_plan_says_why() -> None:
-    assert plan(2560, 3, 320, 8, "sm_90a") == "C is one of 1, 2, 4, 8"
-    assert plan(2564, 4, 320, 8, "sm_90a") == "H is a multiple of 8"
-    assert plan(2560, 4, 328, 8, "sm_90a") == "R is a multiple of 16"
-    assert plan(40, 1, 320, 8, "sm_90a") == "C*H is a multiple of 64"
+    assert plan(2560, 3, 320, 8, "sm_90a") == "C must be one of 1, 2, 4, 8"
+    assert plan(2564, 4, 320, 8, "sm_90a") == "H must be a multiple of 8"
+    assert plan(2560, 4, 328, 8, "sm_90a") == "R must be a multiple of 16"
+    assert plan(40, 1, 320, 8, "sm_90a") == "C*H must be a multiple of 64"
     for target in targets.TARGETS:
         assert plan(16384, 4, 1024, 8, target) == (
             f"a CTA's share of the weights fits {MAX_SMEM} bytes of shared memory"

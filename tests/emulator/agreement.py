@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,12 +281,22 @@ def record(path: Path, ops: Sequence[str] = ()) -> None:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["record"] and len(arguments) > 1 and set(arguments[2:]) <= set(RULES):
+        if not torch.cuda.is_available():
+            print("agreement: torch sees no CUDA device; nothing was recorded", file=sys.stderr)
+            return 2
         record(Path(arguments[1]), arguments[2:])
         return 0
     if len(arguments) > 1 or arguments[:1] == ["record"]:
         print(__doc__, file=sys.stderr)
         return 2
-    known, good = np.load(arguments[0] if arguments else RECORD), True
+    given = Path(arguments[0]) if arguments else RECORD
+    if not given.is_file() or not zipfile.is_zipfile(given):
+        print(f"agreement: {given}: no record; `record FILE` on a GPU makes one", file=sys.stderr)
+        return 2
+    known, good = np.load(given), True
+    if missing := [f"{op} {name}" for op, name in cases() if f"{op}|{name}|inputs" not in known]:
+        print(f"agreement: {given}: nothing of {missing[0]} in it", file=sys.stderr)
+        return 2
     for op, name in cases():
         for i, d in enumerate(compare(op, name, known)):
             told = (

@@ -52,3 +52,18 @@ def test_other_inputs_are_refused(record: Mapping[str, Any]) -> None:
     other = {**record, "hc_gate|T3-bf16-small|inputs": np.zeros(32, np.uint8)}
     with pytest.raises(ValueError, match="the inputs are not those of the record"):
         agreement.compare("hc_gate", "T3-bf16-small", other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such.npz"], "no-such.npz: no record"),
+        ([__file__], "no record"),
+        (["--help"], "no record"),
+        (["record"], "record FILE"),
+        (["record", "x.npz", "hc_gat"], "record FILE"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert agreement.main(arguments) == 2
+    assert said in capsys.readouterr().err

@@ -97,6 +97,8 @@ def test_a_gpu_of_no_target(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["--rows", "one"], "--rows"),
         (["--blocks", "0"], "blocks: got 0"),
         (["--json", "/no/such/folder/f.json"], "no folder /no/such/folder"),
+        (["--json", "/tmp"], "/tmp is a folder"),
+        (["--counters", "--ops", "hc_gate_apply_norm,hc_gate"], "got hc_gate_apply_norm, allowed "),
     ],
 )
 def test_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,3 +144,13 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
         counters.main(arguments)
     assert error.value.code == 2
     assert "allowed" in (told := capsys.readouterr().err) or "choose from" in told
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "is a folder"), ("none/f.json", "no folder")])
+def test_where_no_file_can_be(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told before anything is counted."""
+    with pytest.raises(SystemExit):
+        counters.main(["shared_gate", "--json", str(tmp_path / name)])
+    assert said in capsys.readouterr().err

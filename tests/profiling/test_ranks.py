@@ -219,12 +219,15 @@ def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    waited: list[float] = []
+    monkeypatch.setattr(world.time, "sleep", waited.append)
     for local, said in ((0, "4 ranks need a GPU each, 1 here"), (3, "")):
         monkeypatch.setenv("LOCAL_RANK", str(local))
         assert bench.main([]) == 2
         err = capsys.readouterr().err
         assert said in err
         assert bool(err) == bool(said), "one process a host speaks"
+        assert bool(waited) != bool(said), "and the others let it"
 
 
 @pytest.mark.parametrize(
