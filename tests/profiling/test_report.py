@@ -98,6 +98,33 @@ def test_of_two_judgements_the_later_counts() -> None:
     assert [j["ratio"] for j in data.judgements([first, second, third])] == [1.1, 0.7, 2.0, 3.0]
 
 
+def test_tiles_are_of_one_row_beside_what_others_published() -> None:
+    def judged(against: str, ratio: float, rows: int = 1, op: str = "hc_mix") -> dict[str, Any]:
+        return {
+            "op": op,
+            "rows": rows,
+            "metric": "cold",
+            "version": OURS,
+            "against": against,
+            "us": 1.0,
+            "against_us": ratio,
+            "ratio": ratio,
+            "bound": 1.0,
+            "noise": 0.01,
+            "verdict": "PASS",
+            "note": "",
+        }
+
+    items = [judged("Triton", 1.7), judged("Triton", 1.9, rows=16), judged("torch eager", 2.5)]
+    items += [judged("Triton", 1.2, op="gdn_packed_decode"), judged(SEPARATE, 3.0, op="hc_boundary")]
+    text = page.tiles(data.Results(bench=[bench(acceptance=items)]))
+    assert re.findall(r"<b>(.*?)</b><span>(\w+)", text) == [
+        ("1.70\u00d7", "hc_mix"),
+        ("1.20\u00d7", "gdn_packed_decode"),
+        ("5 of 5", "of"),
+    ]
+
+
 def test_floors() -> None:
     copied = run("gdn_packed_decode", 64, nbytes=8000, ours=30.0, **{EMPTY: 3.0, COPY: 2.0})
     copied["versions"][-1]["bytes"] = 8000  # 4000 bytes a microsecond
