@@ -105,7 +105,7 @@ def test_a_fault_is_caught(fault: Fault) -> None:
     inputs = case.inputs()
     placed = harness.Placement(case.op, inputs, "cpu")
     outs = placed.outputs()
-    with emulated.options(target=fault.target, rewrite=fault.rewrite, on_finding="keep"):
+    with emulated.options(checks=True, target=fault.target, rewrite=fault.rewrite, on_finding="keep"):
         results = harness.call(case.op, placed.arguments, CPU, outs)
         found = {f.check for f in emulated.device().findings}
     if fault.check == "result":
@@ -136,7 +136,7 @@ def test_a_kernel_that_reads_its_predecessors_output_too_early() -> None:
         return drop(r"griddepcontrol\.wait")(ptx) if "hypergate" in ptx else ptx
 
     for rewrite, expected in ((None, set()), (early, {"pdl"})):
-        with emulated.options(target="sm_100a", rewrite=rewrite, on_finding="keep"):
+        with emulated.options(checks=True, target="sm_100a", rewrite=rewrite, on_finding="keep"):
             with harness.bindings.backend("emulator"):
                 ops.hc_gate(ops.grouped_gemma_rmsnorm(x, weight, group_size=640), inject)
             assert {f.check for f in emulated.device().findings} == expected
