@@ -209,7 +209,7 @@ def _dynamic_smem(ir_text: str) -> int | None:
     for field in _SMEM_FIELD.finditer(ir_text):
         rest = ir_text[field.end() :]
         store = re.search(rf"llvm\.store (%\S+), {re.escape(field[1])} :", rest)
-        function = ir_text.rfind("llvm.func", 0, field.start())
+        function = ir_text.rfind("llvm.func ", 0, field.start())  # "llvm.func<" is a type
         constant = store and re.search(
             rf"^\s*{re.escape(store[1])} = llvm\.mlir\.constant\((\d+) : i64\)",
             ir_text[function : field.end()],

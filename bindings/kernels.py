@@ -141,7 +141,15 @@ TABLE: tuple[Implementation, ...] = (
         module="cute_kernels.hyper.mix",
         params=mix.params,
         vectors=(),
-        guards=(activations("normed"), *mix.GUARDS),
+        guards=(activations("normed"), *mix.SHAPE_GUARDS, *mix.RESIDENCE_GUARDS),
+    ),
+    mix.MixKernel(
+        op="hc_mix",
+        module="cute_kernels.hyper.mix",
+        params=mix.params,
+        vectors=(),
+        guards=(activations("normed"), *mix.SHAPE_GUARDS),
+        launch="split",
     ),
     Composite(op="hc_mix", path="gemm", run=gemm_mix.hc_mix, guards=(activations("normed"),)),
     Kernel(
@@ -220,8 +228,9 @@ def precompile_configs(
         raise ValueError(f"target: got {target!r}, allowed {', '.join(targets.TARGETS)}")
     for op, implementations in IMPLEMENTATIONS.items():
         for implementation in implementations:
-            for params in implementation.variants(target, model, sample=sample):
-                yield op, implementation.name, params
+            if isinstance(implementation, Kernel):
+                for params in implementation.variants(target, model, sample=sample):
+                    yield op, implementation.module, params
     model = model or ModelConfig()
     own = Form(DTYPE_NAMES[model.expert_weight_dtype], model.shared)
     yield from collective_variants(target, model.hidden, model.top_k, own, sample=sample)

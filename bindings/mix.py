@@ -1,9 +1,10 @@
-"""hc_mix as one cooperative launch: how the kernel is specialised, guarded and called.
+"""hc_mix by its kernel, in one cooperative launch or in two: how it is specialised, guarded and called.
 
-The grid must be resident as a whole. A device with too few SMs fails a guard; one that has them but not for
-this process (MPS, a green context, another tenant) refuses the launch, and then the GEMM path serves that
-call and, on that device, all later ones of its plan. CTAs wait for each other no longer than
-`mix_plan.WAIT_NS`; a wait that expired is an error of the next call on that device, or of `check`.
+The grid of the one launch must be resident as a whole. A device with too few SMs fails a guard; one that
+has them but not for this process (MPS, a green context, another tenant) refuses the launch, and then two
+launches, of the same bits, serve that call and, on that device, all later ones of its plan. CTAs wait for
+each other no longer than `mix_plan.WAIT_NS`; a wait that expired is an error of the next call on that device,
+or of `check`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bindings import emulated, gemm_mix, targets, workspace
-from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
+from bindings import emulated, targets, workspace
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument, WarmupRequired
 from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig
 from bindings.workspace import OnDevice, Workspaces, stream_key, workspaces
 from cute_kernels.hyper import mix_plan
@@ -62,13 +63,15 @@ def _refusal(call: Call) -> str | None:
     return next((r[call.device.index] for r in refusals if call.device.index in r), None)
 
 
-GUARDS = (
+SHAPE_GUARDS = (
     Guard(f"T is at most {MAX_ROWS}", lambda c: c["T"] <= MAX_ROWS, lambda c: c["T"]),
     Guard(
         "a geometry for C, H, R: C 1, 2, 4 or 8; H a multiple of 8, R of 16, C*H of 64; a CTA's weights fit",
         lambda c: not any(isinstance(p, str) for p in _plans(c)),
         _geometry,
     ),
+)
+RESIDENCE_GUARDS = (
     Guard(
         "the device has an SM for each CTA",
         _enough,
@@ -84,18 +87,25 @@ GUARDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixKernel(Kernel):
-    """The mix kernel: a bucket of rows a variant, a workspace a stream, and the GEMM path where its grid is
-    refused."""
+    """The mix kernel: a bucket of rows a variant, a workspace a stream. launch: "cooperative", with two
+    launches where that is refused; or "split", two launches."""
+
+    launch: str = "cooperative"
+
+    @property
+    def name(self) -> str:
+        return self.module if self.launch == "cooperative" else f"{self.module}, two launches"
 
     def specialise(self, call: Call, target: str) -> dict[str, Any]:
-        return self.params(call)
+        return self.params(call) | ({} if self.launch == "cooperative" else {"launch": self.launch})
 
     def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
         kernel = super().load(target, params)
         shape = (params[name] for name in ("hidden", "streams", "low_rank", "bucket"))
         plan = mix_plan.plan(*shape, target)
         assert isinstance(plan, mix_plan.MixPlan)
-        return launcher(kernel, plan)
+        load = super().load
+        return launcher(kernel, plan, lambda: load(target, {**params, "launch": "split"}))
 
     def rows_to_load(self, rows: int) -> int:
         return 1  # a launch makes the workspaces, and shows whether the grid is granted
@@ -124,8 +134,11 @@ def params(call: Call) -> dict[str, Any]:
     }
 
 
-def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[..., None]:
-    """The launch function of hc_mix from that of the kernel compiled for a plan, which takes a workspace."""
+def launcher(
+    kernel: Callable[..., Any], plan: mix_plan.MixPlan, two_launches: Callable[[], Callable[..., Any]]
+) -> Callable[..., None]:
+    """The launch function of hc_mix from that of the kernel compiled for a plan, which takes a workspace.
+    two_launches: loads the one that serves where the device refuses the plan's grid."""
     current_device = torch.cuda.current_device
     # not in a build without CUDA
     current_stream = getattr(torch._C, "_cuda_getCurrentStream", None)
@@ -133,13 +146,15 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
     is_capturing = torch.cuda.is_current_stream_capturing
     in_emulator = emulated.serving()
     known: dict[int, Workspaces] = {}
+    split: list[Callable[..., Any]] = []
     refused = _refused.setdefault(plan, {})
 
     def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
         index = normed.get_device()
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
-                return launch(normed, w_down, w_up, out, streams)
+                launch(normed, w_down, w_up, out, streams)
+            return
         capturing = index >= 0 and is_capturing()
         spaces = known.get(index)
         if spaces is None:
@@ -151,19 +166,28 @@ def launcher(kernel: Callable[..., Any], plan: mix_plan.MixPlan) -> Callable[...
         if index < 0:  # an emulated device: one stream
             if in_emulator:
                 emulated.device().register(spaces.shared.record, "the record of an expired wait")
-            return emulate(kernel, (normed, w_down, w_up, out), spaces)
-        if index in refused:
-            return gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
+            emulate(kernel, (normed, w_down, w_up, out), spaces)
+            return
         assert current_stream is not None
         assert raw_stream is not None
         stream = raw_stream(index) if capturing else stream_key(current_stream(index)[0])
-        try:
-            kernel(normed, w_down, w_up, out, spaces.of(stream, capturing))
-        except RuntimeError as error:
-            if "CooperativeLaunchTooLarge" not in str(error):
-                raise
-            refused[index] = refuse(index, plan, str(error), capturing)
-            gemm_mix.hc_mix(normed, w_down, w_up, out, streams)
+        tensors = normed, w_down, w_up, out, spaces.of(stream, capturing)
+        if index not in refused:
+            try:
+                kernel(*tensors)
+                return
+            except RuntimeError as error:
+                if "CooperativeLaunchTooLarge" not in str(error):
+                    raise
+                refused[index] = refuse(index, plan, str(error), capturing)
+        if not split:
+            if capturing:  # what refused the grid was a call of another dtype
+                raise WarmupRequired(
+                    f"hc_mix on cuda:{index}: first use of two launches, inside a CUDA-graph capture; "
+                    "allowed after a call outside of it"
+                )
+            split.append(two_launches())
+        split[0](*tensors)
 
     return launch
 
@@ -253,11 +277,12 @@ def refuse(index: int, plan: mix_plan.MixPlan, error: str, capturing: bool) -> s
     if capturing:
         raise RuntimeError(
             f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {reason}. Called once outside it, under "
-            f"the same limits (MPS, green context) it takes the GEMM path: {error}"
+            f"the same limits (MPS, green context) it takes two launches: {error}"
         )
     forget_error(index)
     warnings.warn(
-        f"hc_mix on cuda:{index}: {reason}; from here on GEMMs serve calls of its {plan.bucket}-row bucket",
+        f"hc_mix on cuda:{index}: {reason}; from here on calls of its {plan.bucket}-row bucket take two "
+        "launches",
         FlashnextWarning,
         stacklevel=3,
     )

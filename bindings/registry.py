@@ -264,12 +264,6 @@ class Implementation:
         """The launch function: tensors (None where absent), outputs, then `kernel_scalars`."""
         raise NotImplementedError
 
-    def variants(
-        self, target: str, model: ModelConfig | None = None, *, sample: bool = False
-    ) -> Iterator[dict[str, Any]]:
-        """The parameter sets that an ahead-of-time build for a model holds; none if nothing is compiled."""
-        return iter(())
-
     def rows_to_load(self, rows: int) -> int:
         """The rows of a call that leaves nothing to be loaded for a call of `rows` rows."""
         return rows

@@ -119,10 +119,16 @@ class Workspaces:
 
     def renew(self) -> None:
         """These alone, and not the record: for `OnDevice.renew`."""
-        with self.lock, torch.inference_mode():  # they may be inference tensors
+        with self.lock:
             for block in self.blocks:
                 self._clear(block)
             self._finish()
+
+    def _empty(self, *shape: int) -> Tensor:
+        with torch.inference_mode(
+            False
+        ):  # whatever the mode of the call that needs it, any call may clear it
+            return torch.empty(shape, dtype=torch.int64, device=self.device)
 
     def _clear(self, workspaces: Tensor) -> None:
         workspaces.zero_()
@@ -154,7 +160,7 @@ class Workspaces:
         """A stream's workspace; sees to the spare ones, so that captures find some however many there are."""
         with self.lock:
             if len(self.spare) < SPARES // 2:
-                block = torch.empty((SPARES, self.words), dtype=torch.int64, device=self.device)
+                block = self._empty(SPARES, self.words)
                 self._clear(block)
                 self._finish()
                 self.blocks.append(block)
@@ -167,7 +173,7 @@ class Workspaces:
         """A spare one; else memory of the graph, which each replay then clears first."""
         if self.spare:
             return self.spare.pop()
-        own = torch.empty(self.words, dtype=torch.int64, device=self.device)
+        own = self._empty(self.words)
         self._clear(own)
         return own
 

@@ -31,7 +31,7 @@ from bindings import compiler, emulated, files, link
 from bindings.dispatch import BACKENDS, ENVIRONMENT, selected
 from bindings.errors import BackendUnavailable
 from bindings.tolerance import Verdict
-from profiling import host
+from profiling import host, protocol
 from profiling.decode import BOUNDARIES, LAYERS, DecodeChain
 from profiling.graphs import count_by_kernel, kernel_names
 from profiling.observe import OPS, Call, spread, watch
@@ -163,7 +163,7 @@ def capture(chain: DecodeChain, eager: list[torch.Tensor], reports: dict[str, Op
     """Captures the step, replays it against the outcome of the eager one, counts its kernels and times it."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     torch.cuda.synchronize()
-    with watch() as seen, torch.cuda.graph(graph):
+    with watch() as seen, protocol.no_collection(), torch.cuda.graph(graph):
         x = chain.step()
     graph.instantiate()
     failures = []

@@ -7,6 +7,10 @@
 Everything is compiled, loaded and called before; then each call is one profiler range. FILE gets what was
 called: operator, rows, launches of a call, bytes of its contract. Exit code 2 without a GPU of a supported
 target.
+
+The kernel of hc_mix is launched without the cooperative attribute: a kernel launched with it ncu 2025.3
+cannot replay (LaunchFailed, whatever the replay mode). The machine code is the same; that all CTAs are
+resident, which the attribute guarantees, here takes a device that nobody else uses, with an SM for each.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ from pathlib import Path
 import torch
 
 import bindings
+from bindings import jit, mix, registry
 from bindings.targets import target_of
+from cute_kernels.hyper import mix_plan
 from profiling import cases, collective, counters, ours, protocol
 
 OPS = (*counters.OPS, collective.OP)
 """Every operator, the collective over loopback."""
 RANKS = 4
+MIX = "cute_kernels.hyper.mix"
 
 
 def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
@@ -34,7 +41,25 @@ def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
         version = next(collective.versions_of(collective.make_case(rows, device), RANKS))
         return version.make(), version.bytes
     case = cases.make(op, rows, device)
-    return ours.graph_call(case), case.bytes
+    alone = op == "hc_mix" and rows <= mix.MAX_ROWS
+    return mix_call(case) if alone else ours.graph_call(case), case.bytes
+
+
+def mix_call(case: cases.Case) -> ours.Call:
+    """hc_mix by its kernel, not launched cooperatively."""
+    op = registry.OPS[case.op]
+    arguments = op.bind((), {**case.args, **case.outs})
+    call = op.examine(arguments)
+    target = target_of(call.device)
+    assert target is not None
+    params = mix.params(call)
+    plan = mix_plan.plan(*(params[name] for name in ("hidden", "streams", "low_rank", "bucket")), target)
+    if isinstance(plan, str):
+        raise ValueError(f"hc_mix: {plan}")
+    kernel = jit.get(MIX, target, {**params, "launch": "unguarded"})
+    launch = mix.launcher(kernel, plan, lambda: kernel)  # which no device refuses
+    values = (*arguments.inputs, *arguments.outs, *call.kernel_scalars)
+    return lambda: launch(*values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

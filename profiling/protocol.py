@@ -149,7 +149,7 @@ def capture(call: Call, count: int = 1) -> CudaGraph:
     result = None
     # The watchdog thread of a process group asks the driver while this one captures.
     mode = "thread_local" if _in_group() else "global"
-    with torch.cuda.graph(graph, capture_error_mode=mode):
+    with no_collection(), torch.cuda.graph(graph, capture_error_mode=mode):
         for _ in range(count):
             result = call()
     kernels = _kernels(graph) if count == 1 else None
@@ -180,7 +180,8 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the garbage collector, whose pauses would fall on whatever version is running."""
+    """Without the garbage collector: its pauses would fall on whatever version is running, and a graph that
+    it destroys would end the capture of another."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""HC mix: the low-rank mix of the residual streams, in one launch.
+"""HC mix: the low-rank mix of the residual streams, in one launch or in two.
 
     t[r]    = act(silu(dot(normed, w_down[r]) / C))
     m[c, i] = sigmoid(dot(t, w_up[c*H + i]))
@@ -6,10 +6,11 @@
 
 Shapes      normed [T, W] act with W = C*H, w_down [R, W], w_up [W, R], out [T, H]; T at most the bucket N
             (8, 16 or 32: the columns of the MMA, a kernel each), workspace int64 (mix_plan.py).
-Work        a cooperative grid of clusters. A cluster owns `down_rows` rows of w_down, and its CTAs split K; a
-            CTA also owns `up_hidden` hidden elements of all C streams. All weights of a CTA fit its shared
-            memory: one warp issues every copy at the start (TMA: slabs of 128 bytes of K; w_down's with an
-            mbarrier each), so memory sees one stream of reads. A box of w_up takes the rows of all streams.
+Work        a cooperative grid of clusters (but see Two). A cluster owns `down_rows` rows of w_down, and its
+            CTAs split K; a CTA also owns `up_hidden` hidden elements of all C streams. All weights of a CTA
+            fit its shared memory: one warp issues every copy at the start (TMA: slabs of 128 bytes of K;
+            w_down's with an mbarrier each), so memory sees one stream of reads. A box of w_up takes the rows
+            of all streams.
             1. the CTA's part of dot(normed, w_down): weights are the M side of the MMA, rows of normed the N
                side (mix_sm90.py: mma.sync by all warps; mix_sm100.py: tcgen05.mma into tensor memory);
             2. partial sums go to the CTA of the cluster that owns the column, by st.async and an mbarrier;
@@ -32,6 +33,9 @@ Bound       Every POLLS_A_LOOK-th poll is followed by a look at the clock and at
             CTA is left waiting, and later launches that miss something find the poison, and leave the record
             alone. The waits at mbarriers have no bound of their own: a copy ends, and what the CTAs of a
             cluster, which start together, send each other needs nobody else, or a wait that is bounded.
+Two         Where the grid cannot be resident as a whole ("split"), steps 1 to 3 are one launch and step 4 is
+            the next: the same code and the same bits, and no CTA waits for one outside of its cluster. What
+            the polls look for is there when they start. The second launch alone counts the epoch.
 Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
             dependency wait, when this launch has completed: no word changes that is still polled, and a word
             holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
@@ -58,6 +62,10 @@ from cute_kernels.hyper import mix_plan
 from cute_kernels.hyper.mix_plan import SLAB, MixPlan
 from cute_kernels.hyper.mix_sm90 import WarpMma, swizzled
 
+LAUNCHES = ("cooperative", "unguarded", "split")
+"""cooperative: one launch, which the device refuses where not all CTAs can be resident. unguarded: the same
+without asking the device: for a profiler that cannot run a cooperative launch, and has the device for itself.
+split: two launches, for any number of SMs that holds a cluster."""
 POLLS_A_LOOK = 16  # at the clock
 NANS = 0x7FFF7FFF  # two, of either dtype
 
@@ -121,10 +129,12 @@ class Smem:
 
 
 class HcMix:
-    """One specialisation: the plan, and the matrix products of the target."""
+    """One specialisation: the plan, the matrix products of the target, and one of LAUNCHES."""
 
-    def __init__(self, plan: MixPlan):
-        self.plan = plan
+    def __init__(self, plan: MixPlan, launch: str):
+        if launch not in LAUNCHES:
+            raise ValueError(f"launch: got {launch!r}, one of {', '.join(LAUNCHES)} is allowed")
+        self.plan, self.launch = plan, launch
         if plan.tensor_memory:
             from cute_kernels.hyper.mix_sm100 import TensorMma
 
@@ -148,16 +158,17 @@ class HcMix:
         rows = normed.shape[0]
         if rows > 0:
             boxes = self.boxes(normed, w_down, w_up)
-            self.kernel(*boxes, normed, out, workspace).launch(
-                grid=(p.grid, 1, 1),
-                block=(p.threads, 1, 1),
-                cluster=(p.cluster, 1, 1),
-                min_blocks_per_mp=1,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-                cooperative=True,
-            )
+            for down, up in ((True, False), (False, True)) if self.launch == "split" else ((True, True),):
+                self.kernel(*boxes, normed, out, workspace, down, up).launch(
+                    grid=(p.grid, 1, 1),
+                    block=(p.threads, 1, 1),
+                    cluster=(p.cluster if down else 1, 1, 1),
+                    min_blocks_per_mp=1,
+                    preferred_smem_carveout=100,
+                    stream=stream,
+                    use_pdl=True,
+                    cooperative=self.launch == "cooperative",
+                )
 
     def boxes(self, normed: cute.Tensor, w_down: cute.Tensor, w_up: cute.Tensor) -> list:
         """The TMA atoms and tensors: a slab of a cluster's rows of w_down, one of a CTA's rows of w_up (those
@@ -195,6 +206,8 @@ class HcMix:
         normed: cute.Tensor,
         out: cute.Tensor,
         workspace: cute.Tensor,
+        has_down: cutlass.Constexpr,
+        has_up: cutlass.Constexpr,
     ):
         p = self.plan
         tid, _, _ = cute.arch.thread_idx()
@@ -207,50 +220,57 @@ class HcMix:
 
         if warp == self.copy_warp:
             if lane == 0:
-                self.start_barriers(smem)
+                self.start_barriers(smem, has_down, has_up)
             cute.arch.sync_warp()
-            tile = cute.local_tile(down, (p.down_rows, SLAB), (group, None))
-            self.copy_slabs(down_atom, tile, smem.down, first_slab, p.down_slabs, smem.bars, 1)
+            if const_expr(has_down):
+                tile = cute.local_tile(down, (p.down_rows, SLAB), (group, None))
+                self.copy_slabs(down_atom, tile, smem.down, first_slab, p.down_slabs, smem.bars, 1)
+            else:
+                self.copy_up(up_atom, up, smem, cta)
         self.mma.start(smem, warp)
         release_dependents()
         cute.arch.sync_threads()
         self.mma.started(smem)
-        cute.arch.cluster_arrive_relaxed()  # the barriers are published by their own fence
+        if const_expr(has_down):
+            cute.arch.cluster_arrive_relaxed()  # the barriers are published by their own fence
         await_predecessors()
 
         # What the down projection needs comes first: memory serves in order, and w_up would be in its way.
-        loaded = self.mma.load(normed, first_slab, warp, lane)
+        loaded = self.mma.load(normed, first_slab, warp, lane) if const_expr(has_down) else []
         counter = cute.recast_tensor(workspace, Int32)
         last_epoch = counter[cta]
-        streams = self.load_streams(normed, rows, cta, tid)
+        streams = self.load_streams(normed, rows, cta, tid) if const_expr(has_up) else []
         cute.arch.sync_warp()
-        if warp == self.copy_warp:
-            if const_expr(p.staged):
-                tile = cute.local_tile(x, (p.bucket, SLAB, p.x_box), (0, 0, None))
-                self.copy_slabs(x_atom, tile, smem.x, rank * p.x_boxes, p.x_boxes, smem.x_bars, 1)
-            tile = cute.local_tile(up, (p.up_hidden, p.streams, SLAB), (cta, 0, None))
-            self.copy_slabs(up_atom, tile, smem.up, 0, p.up_slabs, smem.up_bar, 0)
-        held = self.mma.fragments(loaded, lane)
-
-        self.mma.down(smem, held, warp, lane)
-        cute.arch.sync_threads()
+        if const_expr(has_down):
+            if warp == self.copy_warp:
+                if const_expr(p.staged):
+                    tile = cute.local_tile(x, (p.bucket, SLAB, p.x_box), (0, 0, None))
+                    self.copy_slabs(x_atom, tile, smem.x, rank * p.x_boxes, p.x_boxes, smem.x_bars, 1)
+                if const_expr(has_up):
+                    self.copy_up(up_atom, up, smem, cta)
         epoch = last_epoch + 1
-        cute.arch.cluster_wait()
-        self.send_sums(smem, rank, tid)
-        self.publish_inner(smem, workspace, rank, group, epoch, tid)
 
-        cute.arch.mbarrier_wait(smem.up_bar, 0)
-        held = self.mma.hold(smem, warp, lane)
-        self.gather_inner(smem, workspace, rows, epoch, warp, tid)
-        cute.arch.sync_threads()
-        if tid == 0:
-            counter[cta] = epoch
-        self.mma.up(smem, held, warp, lane)
-        cute.arch.sync_threads()
+        if const_expr(has_down):
+            self.mma.down(smem, self.mma.fragments(loaded, lane), warp, lane)
+            cute.arch.sync_threads()
+            cute.arch.cluster_wait()
+            self.send_sums(smem, rank, tid)
+            self.publish_inner(smem, workspace, rank, group, epoch, tid)
+
+        if const_expr(has_up):
+            cute.arch.mbarrier_wait(smem.up_bar, 0)
+            held = self.mma.hold(smem, warp, lane)
+            self.gather_inner(smem, workspace, rows, epoch, warp, tid)
+            cute.arch.sync_threads()
+            if tid == 0:
+                counter[cta] = epoch
+            self.mma.up(smem, held, warp, lane)
+            cute.arch.sync_threads()
         self.mma.end(smem, warp)
-        self.finish(smem, streams, out, rows, cta, tid)
+        if const_expr(has_up):
+            self.finish(smem, streams, out, rows, cta, tid)
 
-    def start_barriers(self, smem: Smem) -> None:
+    def start_barriers(self, smem: Smem, has_down: bool, has_up: bool) -> None:
         """One thread's: every barrier, and the bytes that it waits for. Each is used once, in phase 0."""
         p = self.plan
         x_boxes = p.x_boxes if p.staged else 0
@@ -258,12 +278,20 @@ class HcMix:
         for bar in (*waiting, smem.up_bar, smem.received_bar, smem.down_done, smem.up_done):
             cute.arch.mbarrier_init(bar, 1)
         cute.arch.mbarrier_init_fence()
-        for s in range(p.down_slabs):
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.bars + s, p.down_rows * SLAB * 2)
-        for i in range(x_boxes):
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.x_bars + i, p.x_box * p.bucket * SLAB * 2)
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.up_bar, p.up_bytes)
-        cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
+        if has_down:
+            for s in range(p.down_slabs):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.bars + s, p.down_rows * SLAB * 2)
+            for i in range(x_boxes):
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.x_bars + i, p.x_box * p.bucket * SLAB * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
+        if has_up:
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.up_bar, p.up_bytes)
+
+    def copy_up(self, atom, up: cute.Tensor, smem: Smem, cta) -> None:
+        """A warp's: the CTA's rows of w_up."""
+        p = self.plan
+        tile = cute.local_tile(up, (p.up_hidden, p.streams, SLAB), (cta, 0, None))
+        self.copy_slabs(atom, tile, smem.up, 0, p.up_slabs, smem.up_bar, 0)
 
     def copy_slabs(self, atom, tile, to, first, count: int, bars, bar_step: int) -> None:
         """A warp's: `count` slabs from the first of `tile`, to consecutive slabs of shared memory."""
@@ -433,14 +461,23 @@ class HcMix:
                 out[row, cta * p.up_hidden + h] = (total * (1.0 / p.streams)).to(smem.dtype)
 
 
-def build(target: str, *, dtype: str, hidden: int, streams: int, low_rank: int, bucket: int):
-    """For up to `bucket` rows; run-time arguments (normed, w_down, w_up, out, workspace). Raises ValueError
-    where the shapes have no plan."""
+def build(
+    target: str,
+    *,
+    dtype: str,
+    hidden: int,
+    streams: int,
+    low_rank: int,
+    bucket: int,
+    launch: str = "cooperative",
+):
+    """For up to `bucket` rows; run-time arguments (normed, w_down, w_up, out, workspace). launch: of
+    LAUNCHES. Raises ValueError for another, and where the shapes have no plan."""
     plan = mix_plan.plan(hidden, streams, low_rank, bucket, target)
     if isinstance(plan, str):
         raise ValueError(f"H, C, R: got {hidden}, {streams}, {low_rank}, but {plan}")
     rows = args.rows()
-    return HcMix(plan), (
+    return HcMix(plan, launch), (
         args.dense(dtype, rows, plan.width),
         args.dense(dtype, low_rank, plan.width),
         args.dense(dtype, plan.width, low_rank),

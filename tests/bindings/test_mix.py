@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bindings
 from bindings import explain, gemm_mix, mix, ops, reference, workspace
-from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument, WarmupRequired
 from bindings.registry import IMPLEMENTATIONS
 from bindings.workspace import SPARES, OnDevice, Workspaces
 from cute_kernels.hyper import mix_plan
@@ -25,13 +25,14 @@ from tests.bindings.calls import SMALL, Call, Jit, make
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
-GEOMETRY, SMS, GRANTED = mix.GUARDS[1:]
+GEOMETRY, (SMS, GRANTED) = mix.SHAPE_GUARDS[1], mix.RESIDENCE_GUARDS
+ONE, TWO = "cute_kernels.hyper.mix", "cute_kernels.hyper.mix, two launches"
 
 
-def failed(call: Call) -> list[tuple[str, str]]:
+def failed(call: Call, served_by: str) -> list[tuple[str, str, str]]:
     answer = explain("hc_mix", **call)
-    assert answer.implementation == "gemm"
-    return [(v.guard, v.got) for v in answer.guards if not v.ok]
+    assert answer.implementation == served_by
+    return [(v.implementation, v.guard, v.got) for v in answer.guards if not v.ok]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def failed(call: Call) -> list[tuple[str, str]]:
 )
 def test_guards(rows: int, changes: dict[str, int], guard: str, got: str, compiled: Jit) -> None:
     call = make("hc_mix", rows, replace(SMALL, **changes))
-    assert failed(call) == [(guard, got)]
+    assert failed(call, "gemm") == [(ONE, guard, got), (TWO, guard, got)]
     assert (ops.hc_mix(**call) == reference.hc_mix(**call)).float().mean() > 0.9
     assert compiled.requested == []
 
@@ -56,9 +57,11 @@ def test_a_device_with_too_few_sms(compiled: Jit, monkeypatch: pytest.MonkeyPatc
     for here in (grid, grid - 1):
         monkeypatch.setattr(mix, "_multiprocessors", lambda call, here=here: here)
         if here == grid:
-            assert explain("hc_mix", **call).implementation == "cute_kernels.hyper.mix"
+            assert failed(call, ONE) == []
         else:
-            assert failed(call) == [(SMS.description, f"{here} SMs")]
+            assert failed(call, TWO) == [(ONE, SMS.description, f"{here} SMs")]
+            ops.hc_mix(**call)
+            assert compiled.last.params["launch"] == "split"
 
 
 def plan_of_the_call() -> mix_plan.MixPlan:
@@ -89,7 +92,8 @@ class Index(Tensor):
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable[..., Any]], Tensor]:
-    """Launches a kernel by `mix.launcher` as on device 0, and returns the result."""
+    """Launches a kernel twice by `mix.launcher` as on device 0, and returns the result. Each launch of the
+    two that stand in for a refused one adds 1 to it."""
     monkeypatch.setattr(mix, "_refused", {})
     monkeypatch.setattr(mix, "forget_error", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -97,11 +101,14 @@ def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (7, index, 1), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
 
+    def two_launches(*args: Tensor) -> None:
+        args[3].add_(1)
+
     def run(kernel: Callable[..., Any], capturing: bool = False) -> Tensor:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         call = make("hc_mix")
-        out = torch.full((3, 64), 1234.0, dtype=torch.bfloat16)
-        function = mix.launcher(kernel, plan_of_the_call())
+        out = torch.zeros((3, 64), dtype=torch.bfloat16)
+        function = mix.launcher(kernel, plan_of_the_call(), lambda: two_launches)
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         return out
@@ -113,9 +120,7 @@ def too_large(*args: Any) -> None:
     raise RuntimeError("CUDA error 720, cudaErrorCooperativeLaunchTooLarge: too many blocks")
 
 
-def test_a_refused_launch_takes_the_gemms(
-    launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_launch_becomes_two(launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
     def refused(*args: Any) -> None:
@@ -126,8 +131,12 @@ def test_a_refused_launch_takes_the_gemms(
         FlashnextWarning, match=r"^hc_mix on cuda:0: refused: the grid of hc_mix cannot be resident"
     ):
         out = launch(refused)
-    assert (out == reference.hc_mix(**make("hc_mix"))).float().mean() > 0.9
+    assert (out == 2).all()
     assert len(tries) == 1  # the second call does not try
+    with pytest.raises(WarmupRequired, match=r"^hc_mix on cuda:0: first use of two launches, inside a CUDA-"):
+        launch(refused, capturing=True)  # another dtype's launch function: it has not loaded them
+    assert (launch(refused) == 2).all()
+    assert len(tries) == 1
 
     class On:
         type, index = "cuda", 0
@@ -171,7 +180,7 @@ def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
             raise KeyboardInterrupt
 
     call = make("hc_mix")
-    function = mix.launcher(kernel, plan)
+    function = mix.launcher(kernel, plan, lambda: kernel)
     arguments = call["normed"], call["w_down"], call["w_up"], torch.empty_like(call["normed"][:, :64]), 4
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
         function(*arguments)
@@ -319,7 +328,7 @@ def test_a_call_on_another_device_than_the_current_one(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     call, out = make("hc_mix"), torch.empty(3, 64, dtype=torch.bfloat16)
-    function = mix.launcher(lambda *args: None, plan_of_the_call())
+    function = mix.launcher(lambda *args: None, plan_of_the_call(), lambda: print)
     arguments = Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4
     with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* the workspaces are as new"):
         function(*arguments)
@@ -404,6 +413,6 @@ def test_capture_id_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gemm_path_is_the_last() -> None:
-    first, last = IMPLEMENTATIONS["hc_mix"]
-    assert (first.name, last.name) == ("cute_kernels.hyper.mix", "gemm")
+    *kernels, last = IMPLEMENTATIONS["hc_mix"]
+    assert [*(k.name for k in kernels), last.name] == [ONE, TWO, "gemm"]
     assert gemm_mix.hc_mix in vars(last).values()

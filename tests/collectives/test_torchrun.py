@@ -13,8 +13,6 @@ import gc
 import os
 import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -330,7 +328,8 @@ def torchrun(*arguments: str, environment: dict[str, str] | None = None) -> str:
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"{said[:6000]}\n[...]\n{said[-6000:]}"
     return done.stdout
 
 
@@ -366,38 +365,3 @@ class TestUnderTorchrun:
     @pytest.mark.gpu
     def test_one_gpu_with_mps(self, mps: Callable[[], dict[str, str]]) -> None:
         passed_everywhere(torchrun(*TESTS, "gpu", environment=mps()))
-
-
-@pytest.fixture
-def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, str]]]:
-    """Starts CUDA's multi-process service and says how to reach it."""
-    names = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-    environment = {name: str(tmp_path_factory.mktemp("mps")) for name in names}
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # the service sees these alone, and its clients number them anew
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
-
-    def control(*arguments: str, said: str = "") -> int:
-        done = subprocess.run(
-            ["nvidia-cuda-mps-control", *arguments],
-            env={**os.environ, **{name: environment[name] for name in names}},
-            input=said,
-            text=True,
-            stdout=subprocess.DEVNULL,  # the service would keep a pipe of ours open
-            stderr=subprocess.DEVNULL,
-            timeout=20,
-            check=False,
-        )
-        return done.returncode
-
-    def start() -> dict[str, str]:
-        if shutil.which("nvidia-cuda-mps-control") is None or control("-d"):
-            pytest.skip("nvidia-cuda-mps-control does not start here")
-        return environment
-
-    yield start
-    pid = Path(environment[names[0]]) / "nvidia-cuda-mps-control.pid"
-    if pid.exists():
-        try:
-            control(said="quit -t 5\n")
-        except subprocess.TimeoutExpired:
-            os.kill(int(pid.read_text()), signal.SIGKILL)

@@ -95,6 +95,7 @@ def test_fused_has_the_bits_of_the_unfused_sequence(n: int, place: str, form: Fo
 
 
 @pytest.mark.sanitizer
+@pytest.mark.concurrent
 @place
 def test_norm_of_the_plain_sum_is_that_of_the_fused_one(place: str) -> None:
     w, random = world(4, place), generator(2)
@@ -115,6 +116,7 @@ def test_norm_of_the_plain_sum_is_that_of_the_fused_one(place: str) -> None:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.concurrent
 @place
 @pytest.mark.parametrize("rows", [1, 3])
 def test_golden(place: str, rows: int) -> None:
@@ -146,6 +148,7 @@ def test_in_place(place: str) -> None:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.concurrent
 @place
 def test_counters_pass_two_to_the_32(place: str) -> None:
     w, random = World(2, place, forms=()), generator(4)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bindings import precompile, sass, targets
+from bindings import elf, jit, precompile, sass, targets
+from bindings.store import OBJECT
 from cute_kernels.hyper import mix_plan
 from cute_kernels.hyper.mix_plan import BUCKETS, MAX_SMEM, SLAB, MixPlan, bucket_of, plan
 
@@ -134,3 +135,17 @@ def test_the_machine_code_has_the_instructions_of_the_plan(target: str) -> None:
             assert counted["HMMA"] > 0, result.config
         assert result.report.dynamic_smem is not None
         assert result.report.dynamic_smem <= p.smem_bytes, result.config
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_launch_that_is_not_cooperative_runs_the_same_machine_code(target: str) -> None:
+    """What a profiler sees is what is measured elsewhere."""
+    configs = [c for c in precompile.registered((target,), sample=True) if c.kernel == "hc_mix"]
+    params = next(c.key.params for c in configs if c.key.params["bucket"] == BUCKETS[0])
+    codes = []
+    for launch in ("cooperative", "unguarded"):
+        entry = jit.prepare("cute_kernels.hyper.mix", target, {**params, "launch": launch})
+        (binary,) = elf.cubins(entry.read(OBJECT))
+        (code,) = [s.data for s in elf.Elf(binary).sections if s.name.startswith(".text.")]
+        codes.append(code)
+    assert codes[0] == codes[1]

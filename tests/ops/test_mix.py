@@ -4,10 +4,15 @@ workspace held before, a CTA that is missing, a grid that does not fit."""
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda:0")
 MODEL = dict(H=2560, C=4, R=320)
+ONE, TWO = "cute_kernels.hyper.mix", "cute_kernels.hyper.mix, two launches"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +61,7 @@ def test_every_row_count(dtype: torch.dtype) -> None:
     for T in range(1, 34):
         args = {**whole, "normed": whole["normed"][:T].contiguous()}
         served = bindings.explain("hc_mix", **args)
-        assert served.implementation == ("cute_kernels.hyper.mix" if T <= 32 else "gemm")
+        assert served.implementation == (ONE if T <= 32 else "gemm")
         judge("hc_mix", on_cpu(args), (ops.hc_mix(**args),))
 
 
@@ -238,7 +244,7 @@ def test_a_wait_that_expires_within_a_graph(by: str) -> None:
 
 
 def test_a_green_context() -> None:
-    """A part of the SMs, too small for the grid: GEMMs serve, nothing hangs."""
+    """A part of the SMs, too small for the grid: two launches serve, of the same bits, and nothing hangs."""
     driver = pytest.importorskip("cuda.bindings.driver")
 
     def call(name: str, *arguments: Any) -> Any:
@@ -277,11 +283,83 @@ def test_a_green_context() -> None:
             workspaces(12).of(key(), False)[plan(12).control + mix_plan.LIMIT] = 10**9
             torch.cuda.synchronize()
             with pytest.warns(FlashnextWarning, match="cannot be resident at once"):
-                result = ops.hc_mix(**args)
+                results = [ops.hc_mix(**args)]
+            results += [ops.hc_mix(**args) for _ in range(20)]
         torch.cuda.synchronize()
-        judge("hc_mix", on_cpu(args), (result,))
+        for result in results:
+            assert_same_bits(result, expected, "in the green context")
         assert not workspaces(12).expired
     assert_same_bits(ops.hc_mix(**args), expected, "on the whole device")
+
+
+CLIENT = """
+import bindings
+from bindings import ops
+from tests.harness import judge
+from tests.ops.test_mix import inputs, on_cpu
+for T in (1, 12, 32):
+    args = inputs(T)
+    for _ in range(20):
+        result = ops.hc_mix(**args)
+    judge("hc_mix", on_cpu(args), (result,))
+    print(T, bindings.explain("hc_mix", **args).implementation)
+bindings.check()
+"""
+
+
+@pytest.mark.parametrize(("percentage", "serves"), [(100, ONE), (40, TWO)], ids=["whole", "part"])
+def test_a_share_of_the_multi_process_service(
+    mps: Callable[[], dict[str, str]], percentage: int, serves: str
+) -> None:
+    """Clients of CUDA's multi-process service, two at once. With all SMs each: one launch. With a part of
+    them, too small for its grid: two. Results are right, and nothing hangs, either way."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage), "PYTHONPATH": path}
+    words, environment = [sys.executable, "-c", CLIENT], {**os.environ, **mps(), **share}
+    with contextlib.ExitStack() as running:
+        clients = []
+        for _ in range(2):
+            client = subprocess.Popen(
+                words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            running.callback(client.wait)
+            running.callback(client.kill)
+            clients.append(client)
+        for client in clients:
+            said, _ = client.communicate(timeout=120)
+            assert client.returncode == 0, said[-4000:]
+            assert re.findall(r"^\d+ (.+)$", said, re.M) == [serves] * 3, said[-4000:]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("T", [1, 12, 32])
+def test_two_launches_have_the_bits_of_one(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of both kinds in turn, on one workspace, and a replayed graph of the two."""
+    args = inputs(T)
+    expected = ops.hc_mix(**args)
+    for i in range(6):
+        with monkeypatch.context() as few:
+            if i % 2 == 0:
+                few.setattr(mix, "_multiprocessors", lambda call: 16)
+            result = torch.full_like(expected, float("nan"))
+            ops.hc_mix(**{**args, "normed": args["normed"].clone()}, out=result)
+        assert_same_bits(result, expected, f"call {i}")
+    with monkeypatch.context() as few:
+        few.setattr(mix, "_multiprocessors", lambda call: 16)
+        fresh = {**args, "normed": args["normed"].clone()}
+        assert bindings.explain("hc_mix", **fresh).implementation == TWO
+        graph, out = torch.cuda.CUDAGraph(), torch.full_like(expected, float("nan"))
+        with torch.cuda.graph(graph):
+            ops.hc_mix(**fresh, out=out)
+    for seed in (0, 1):
+        more = inputs(T, seed=seed)
+        for name, tensor in fresh.items():
+            if isinstance(tensor, Tensor):
+                tensor.copy_(more[name])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(out, ops.hc_mix(**more), f"replay {seed}")
 
 
 def plan(T: int) -> mix_plan.MixPlan:
@@ -293,8 +371,8 @@ def plan(T: int) -> mix_plan.MixPlan:
 
 
 def test_a_grid_that_is_not_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More CTAs than can be resident: the launch is refused, GEMMs give the result, nothing hangs, and no
-    error is left behind for whoever asks next."""
+    """More CTAs than can be resident: the launch is refused, two launches give the result, nothing hangs, and
+    no error is left behind for whoever asks next."""
     args = inputs(4)
     args["w_down"] = args["w_down"].repeat(2, 1)[:608].contiguous()
     args["w_up"] = args["w_up"].repeat(1, 2)[:, :608].contiguous()
@@ -304,14 +382,14 @@ def test_a_grid_that_is_not_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "_refused", {})
     mix_plan.plan.cache_clear()
     try:
-        assert bindings.explain("hc_mix", **args).implementation == "cute_kernels.hyper.mix"
+        assert bindings.explain("hc_mix", **args).implementation == ONE
         with pytest.warns(FlashnextWarning, match="cannot be resident at once"):
             result = ops.hc_mix(**args)
         judge("hc_mix", on_cpu(args), (result,))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             judge("hc_mix", on_cpu(args), (ops.hc_mix(**args),))
-        assert bindings.explain("hc_mix", **args).implementation == "gemm"
+        assert bindings.explain("hc_mix", **args).implementation == TWO
         torch.cuda.synchronize()
         assert torch.ones(4, device=DEVICE).sum().item() == 4
     finally:

@@ -9,6 +9,7 @@ import torch
 
 import bindings
 from bindings import emulated, link, ops, targets, workspace
+from bindings import mix as mix_bindings
 from bindings.errors import HandoffTimeout
 from cute_kernels.hyper import mix_plan
 from emulator.counters import Counters
@@ -24,11 +25,11 @@ SMALL = dict(H=64, C=4, R=32)
 MODEL = dict(H=2560, C=4, R=320)
 
 
-def emulate(target: str, inputs: Inputs) -> Counters:
+def emulate(target: str, inputs: Inputs, served_by: str = "cute_kernels.hyper.mix") -> Counters:
     """Runs and judges a call twice, and returns the counters of the last launch. A finding of the emulator is
     an error."""
     with emulated.options(target=target), bindings.backend("emulator"):
-        assert bindings.explain("hc_mix", **inputs).implementation == "cute_kernels.hyper.mix"
+        assert bindings.explain("hc_mix", **inputs).implementation == served_by
         for _ in range(2):  # the second one finds the first one's epoch in its workspace
             judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
         return emulated.device().launches[-1]
@@ -47,6 +48,27 @@ def emulate(target: str, inputs: Inputs) -> Counters:
 )
 def test_results(target: str, rows: int, shape: dict[str, int]) -> None:
     emulate(target, mix(Draw("emulated"), T=rows, dtype=torch.bfloat16, **shape))
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize("rows", [1, 11])
+def test_two_launches_have_the_bits_of_one(target: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of call finds the other one's epoch in the workspace."""
+    inputs = mix(Draw("emulated"), T=rows, dtype=torch.bfloat16, **SMALL)
+    with emulated.options(target=target), bindings.backend("emulator"):
+        one = ops.hc_mix(**inputs)
+    monkeypatch.setattr(mix_bindings, "_multiprocessors", lambda call: 1)
+    inputs = {**inputs, "normed": inputs["normed"].clone()}
+    with emulated.options(target=target), bindings.backend("emulator"):
+        two = ops.hc_mix(**inputs)
+        down, up = emulated.device().launches[-2:]
+    weights = [inputs[name].numel() * 2 for name in ("w_down", "w_up")]
+    assert down.tma_load_bytes >= weights[0]  # and activations
+    assert up.tma_load_bytes == weights[1]
+    assert torch.equal(one, two)
+    emulate(target, inputs, "cute_kernels.hyper.mix, two launches")
+    monkeypatch.undo()
+    emulate(target, {**inputs, "normed": inputs["normed"].clone()})
 
 
 def test_half_precision() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiling import bench, once, protocol
+import bindings
+from profiling import bench, cases, once, ours, protocol
+from profiling.ncu import parse
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +49,18 @@ def test_a_capture_is_what_a_replay_computes() -> None:
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert once.main(["--ops", "hc_gate,gdn_packed_decode", "--rows", "2"]) == 0
     assert "profiled gdn_packed_decode, 2 row(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+def test_what_a_profiler_gets_of_hc_mix_is_what_is_served(rows: int) -> None:
+    """One launch, of the same bits."""
+    case = cases.make("hc_mix", rows, torch.device("cuda:0"))
+    (out,) = case.outs.values()
+    with bindings.backend("cute"):
+        expected = ours.graph_call(case)().clone()
+        out.fill_(float("nan"))
+        captured = protocol.capture(once.mix_call(case))
+    captured.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert captured.kernels is None or [parse.short_name(name) for name in captured.kernels] == ["HcMix"]

@@ -101,9 +101,13 @@ def test_sanitizers(tmp_path: Path, found: str, code: int) -> None:
     done = check(tmp_path, "sanitize", FOUND=found)
     assert done.returncode == code
     assert [line[0] for line in stages(tmp_path)] == ["memcheck", "racecheck", "initcheck"]
-    log = (tmp_path / "results" / "racecheck.log").read_text()
-    assert "--tool racecheck --report-api-errors no --error-exitcode 86" in log
-    assert "gpu and sanitizer" in log
+    for tool, marks in (
+        ("racecheck", "gpu and sanitizer"),
+        ("initcheck", "gpu and sanitizer and not concurrent"),
+    ):
+        log = (tmp_path / "results" / f"{tool}.log").read_text()
+        assert f"--tool {tool} --report-api-errors no --error-exitcode 86" in log
+        assert f"-m {marks} -q" in log
 
 
 def test_ncu(tmp_path: Path) -> None:

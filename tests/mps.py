@@ -1,0 +1,48 @@
+"""CUDA's multi-process service, for tests of processes that share a GPU through it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, str]]]:
+    """Starts the service, and says what reaches it: a client's environment. Skips where it does not start."""
+    names = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+    environment = {name: str(tmp_path_factory.mktemp("mps")) for name in names}
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # the service sees these alone, and its clients number them anew
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
+
+    def control(*arguments: str, said: str = "") -> int:
+        done = subprocess.run(
+            ["nvidia-cuda-mps-control", *arguments],
+            env={**os.environ, **{name: environment[name] for name in names}},
+            input=said,
+            text=True,
+            stdout=subprocess.DEVNULL,  # the service would keep a pipe of ours open
+            stderr=subprocess.DEVNULL,
+            timeout=20,
+            check=False,
+        )
+        return done.returncode
+
+    def start() -> dict[str, str]:
+        if shutil.which("nvidia-cuda-mps-control") is None or control("-d"):
+            pytest.skip("nvidia-cuda-mps-control does not start here")
+        return environment
+
+    yield start
+    pid = Path(environment[names[0]]) / "nvidia-cuda-mps-control.pid"
+    if pid.exists():
+        try:
+            control(said="quit -t 5\n")
+        except subprocess.TimeoutExpired:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
