@@ -6,11 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+CLIENT = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 
 @pytest.fixture
@@ -37,7 +40,17 @@ def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[
     def start() -> dict[str, str]:
         if shutil.which("nvidia-cuda-mps-control") is None or control("-d"):
             pytest.skip("nvidia-cuda-mps-control does not start here")
+        # One client first: several that come while the server is starting do not all get through.
+        words = [sys.executable, "-c", CLIENT]
+        first = subprocess.run(
+            words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert first.returncode == 0, f"{first.stderr[-2000:]}\n{logs()}"
         return environment
+
+    def logs() -> str:
+        found = sorted(Path(environment[names[1]]).glob("*.log"))
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in found)
 
     yield start
     pid = Path(environment[names[0]]) / "nvidia-cuda-mps-control.pid"
