@@ -40,19 +40,17 @@ def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[
     def start() -> dict[str, str]:
         if shutil.which("nvidia-cuda-mps-control") is None or control("-d"):
             pytest.skip("nvidia-cuda-mps-control does not start here")
-        # One client first: several that come while the server is starting do not all get through.
+        # One client alone, so that the server is up when several come at once.
         words = [sys.executable, "-c", CLIENT]
         first = subprocess.run(
             words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
         )
-        assert first.returncode == 0, f"{first.stderr[-2000:]}\n{logs()}"
+        assert first.returncode == 0, first.stderr[-2000:]
         return environment
 
-    def logs() -> str:
-        found = sorted(Path(environment[names[1]]).glob("*.log"))
-        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in found)
-
     yield start
+    for log in sorted(Path(environment[names[1]]).glob("*.log")):
+        print(f"{log.name}: {log.read_text(errors='replace')[-3000:]}")  # shown if the test failed
     pid = Path(environment[names[0]]) / "nvidia-cuda-mps-control.pid"
     if pid.exists():
         try:

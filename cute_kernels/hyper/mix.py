@@ -248,11 +248,13 @@ class HcMix:
                     self.copy_slabs(x_atom, tile, smem.x, rank * p.x_boxes, p.x_boxes, smem.x_bars, 1)
                 if const_expr(has_up):
                     self.copy_up(up_atom, up, smem, cta)
-        epoch = last_epoch + 1
+        held = self.mma.fragments(loaded, lane)
 
         if const_expr(has_down):
-            self.mma.down(smem, self.mma.fragments(loaded, lane), warp, lane)
+            self.mma.down(smem, held, warp, lane)
             cute.arch.sync_threads()
+        epoch = last_epoch + 1
+        if const_expr(has_down):
             cute.arch.cluster_wait()
             self.send_sums(smem, rank, tid)
             self.publish_inner(smem, workspace, rank, group, epoch, tid)
@@ -283,9 +285,10 @@ class HcMix:
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.bars + s, p.down_rows * SLAB * 2)
             for i in range(x_boxes):
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.x_bars + i, p.x_box * p.bucket * SLAB * 2)
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
         if has_up:
             cute.arch.mbarrier_arrive_and_expect_tx(smem.up_bar, p.up_bytes)
+        if has_down:
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
 
     def copy_up(self, atom, up: cute.Tensor, smem: Smem, cta) -> None:
         """A warp's: the CTA's rows of w_up."""

@@ -69,6 +69,14 @@ def test_several_kernels_in_the_order_of_their_calls() -> None:
     assert all(2 < k.us < 5 for k in kernels)
 
 
+def test_the_bytes_of_hc_mix_are_its_weights() -> None:
+    (kernel,) = read("mix")
+    assert (kernel.op, kernel.kernel, kernel.grid, kernel.block) == ("hc_mix", "HcMix", 120, 384)
+    assert kernel.us == pytest.approx(7.712)
+    assert kernel.minimum == 13_132_800
+    assert kernel.minimum < kernel.dram_bytes < 1.01 * kernel.minimum
+
+
 def test_issuing_is_no_stall(tmp_path: Path) -> None:
     text = (DATA / "gdn.csv").read_text()
     assert text.count('"0.999882"') == 1, "warps that were selected"
