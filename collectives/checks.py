@@ -56,6 +56,15 @@ def tensor(
         fail(op, name, f"an address {past} bytes past a multiple of {ALIGNMENT}", f"multiples of {ALIGNMENT}")
 
 
+def store(op: str, value: Any) -> None:
+    """A store where processes meet."""
+    from torch.distributed.distributed_c10d import Store  # not in a torch built without distributed
+
+    if not isinstance(value, Store):
+        got = "None" if value is None else f"a {type(value).__name__}"
+        fail(op, "store", got, "a torch.distributed.Store, such as a TCPStore")
+
+
 def scalar(op: str, name: str, value: Any, at_least: float | None = None) -> float:
     """A finite real number."""
     if (

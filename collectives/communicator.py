@@ -95,6 +95,8 @@ class Communicator:
         Raises ValueError for arguments, SymmetricMismatch where ranks differ, TransportUnavailable where none
         serves, RendezvousTimeout where ranks do not come.
         """
+        if store is not None:
+            checks.store("Communicator", store)
         rendezvous = StoreRendezvous.of_group(group)
         return cls._connected(
             rendezvous,
@@ -134,8 +136,7 @@ class Communicator:
         step."""
         checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s)
         checks.whole("Communicator", "rank", rank, 0, world_size - 1)
-        if store is None:
-            checks.fail("Communicator", "store", None, "a torch.distributed store")
+        checks.store("Communicator", store)
         device = device_of(device)
         rendezvous = StoreRendezvous.join(store, rank, world_size, meeting_s, name)
         return cls._connected(

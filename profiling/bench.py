@@ -347,10 +347,10 @@ def count(options: argparse.Namespace) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(word) for word in text.split(","))
-    if any(number < 1 for number in numbers):
-        raise ValueError
-    return numbers
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"got {text}, allowed positive integers, separated by commas")
+    return tuple(map(int, words))
 
 
 def _ops(text: str) -> tuple[str, ...]:

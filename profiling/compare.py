@@ -65,6 +65,7 @@ def read(path: Path) -> list[data.Record]:
     results = [r for r in data.unwrap(record) if r["kind"] in KINDS]
     if not results:
         raise ValueError(f"{path}: no times in it")
+    data.check(path, results, ("op", "rows", "versions"))
     return results
 
 

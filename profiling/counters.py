@@ -53,10 +53,11 @@ def count(op: str, rows: int, target: str) -> dict[str, Any]:
     wrong."""
     from bindings import emulated
 
-    case = cases.make(op, rows, torch.device("cpu"))
-    entry: dict[str, Any] = {"op": op, "rows": rows, "target": target, "bytes": case.bytes, "launches": 0}
+    entry: dict[str, Any] = {"op": op, "rows": rows, "target": target, "bytes": 0, "launches": 0}
     entry |= {"counters": {}, "error": None}
     try:
+        case = cases.make(op, rows, torch.device("cpu"))
+        entry["bytes"] = case.bytes
         with emulated.options(target=target), bindings.backend("emulator"):
             emulated.device().launches.clear()
             results = cases.call_results(case, ours.graph_call(case)())

@@ -48,6 +48,15 @@ def unwrap(record: Any) -> list[Record]:
     return [r for r in found if r.get("kind") in KINDS]
 
 
+def check(path: Path, records: Sequence[Record], fields: Sequence[str]) -> None:
+    """ValueError where a run lacks one of the fields: a file of another program may have the outline of
+    ours."""
+    for run in (run for record in records for run in record.get("runs", ())):
+        missing = [name for name in fields if not isinstance(run, dict) or name not in run]
+        if missing:
+            raise ValueError(f"{path}: a run in it has no {missing[0]}: no result of a command of profiling")
+
+
 def load(paths: Sequence[Path], resources: Path) -> Results:
     """Reads result files; ValueError names one that is none."""
     found: dict[str, list[Record]] = {kind: [] for kind in KINDS}
@@ -59,6 +68,7 @@ def load(paths: Sequence[Path], resources: Path) -> Results:
         inside = unwrap(record)
         if not inside:
             raise ValueError(f"{path}: no result of a command of profiling")
+        check(path, inside, ("op", "rows", "error", "versions"))
         for one in inside:
             found[one["kind"]].append(one)
     table = json.loads(resources.read_text())["kernels"] if resources.exists() else {}

@@ -116,7 +116,7 @@ def acceptance(records: Sequence[data.Record]) -> str:
         )
         verdict = j["verdict"] + (" ~" if j["note"].startswith("within noise") else "")
         rows.append((item, j["metric"], verdict, mine, j["against"], theirs, ratio, bound, noise))
-    table = grid(("work, rows", "metric", "", "us", "against", "us", "ratio", "asked", "noise"), rows)
+    table = grid(("work, rows", "metric", "verdict", "us", "against", "us", "ratio", "asked", "noise"), rows)
     sources = "<br>".join(f"<code>{escape(data.source(record))}</code>" for record in records)
     return table + f'<p class="note">~ within noise of what is asked.<br>{sources}</p>'
 

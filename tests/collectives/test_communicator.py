@@ -75,7 +75,8 @@ def test_the_cpu_has_no_index() -> None:
         ({"hidden": 12}, "hidden: got 12"),
         ({"meeting_s": float("nan")}, "meeting_s: got nan, allowed a finite number"),
         ({"meeting_s": -1}, "meeting_s: got -1, allowed a number above 0"),
-        ({"store": None}, "store: got None, allowed a torch.distributed store"),
+        ({"store": None}, "store: got None, allowed a torch.distributed.Store"),
+        ({"store": "127.0.0.1"}, "store: got a str, allowed a torch.distributed.Store"),
         ({"device": "meta"}, "device: got meta"),
     ],
 )

@@ -93,8 +93,8 @@ def test_a_gpu_of_no_target(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     ("arguments", "message"),
     [
         (["--ops", "hc_gate,nothing"], "nothing: not among hc_gate,"),
-        (["--rows", "0"], "--rows"),
-        (["--rows", "one"], "--rows"),
+        (["--rows", "0"], "argument --rows: got 0, allowed positive integers, separated by commas"),
+        (["--rows", "1,one"], "argument --rows: got 1,one, allowed positive integers"),
         (["--blocks", "0"], "blocks: got 0"),
         (["--json", "/no/such/folder/f.json"], "no folder /no/such/folder"),
         (["--json", "/tmp"], "/tmp is a folder"),

@@ -124,6 +124,7 @@ def test_decode_steps(tmp_path: Path, new: object, code: int) -> None:
     [
         ("no JSON", bench(4.0), "Expecting value"),
         (bench(4.0), {"kind": "ncu", "kernels": []}, "no times in it"),
+        ({"kind": "bench", "runs": [{}], "host": {}}, bench(4.0), "a run in it has no op: no result of"),
         (bench(4.0), step(2.0, 2.4), "nothing of ours is in both"),
         (step(2.0, 2.4), step(2.0, 2.4, layers=8), "the steps differ"),
         ({"kind": "bench", "runs": [], "host": {}}, bench(4.0), "nothing of ours is in both"),

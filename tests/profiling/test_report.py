@@ -174,7 +174,12 @@ def test_summaries_and_results_are_taken_apart() -> None:
 def test_what_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: the extra `profiling`")
     path = tmp_path / "f.json"
-    for text, message in (("{}", "no result of a command"), ("no JSON", "Expecting value")):
+    foreign = '{"kind": "bench", "host": {}, "runs": [{"op": "hc_gate", "rows": 1}]}'
+    for text, message in (
+        ("{}", "no result of a command"),
+        ("no JSON", "Expecting value"),
+        (foreign, "a run in it has no error: no result of"),
+    ):
         path.write_text(text)
         assert report.main([str(path), "-o", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
