@@ -24,7 +24,16 @@ from bindings import kernels as kernels  # fills the registry
 from bindings.checks import Output
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
 from bindings.plans import Plan, PlanCache, data_ptr
-from bindings.registry import IMPLEMENTATIONS, OPS, Arguments, Call, Implementation, Kernel, Op
+from bindings.registry import (
+    IMPLEMENTATIONS,
+    OPS,
+    Arguments,
+    Call,
+    Implementation,
+    Kernel,
+    NotGranted,
+    Op,
+)
 from cute_kernels.gdn.config import VALUE_TILES
 
 BACKENDS = ("auto", "cute", "emulator", "reference")
@@ -280,7 +289,11 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
                 if pointers in plan.vetted or plan.vet(pointers, tensors):
                     if plan is not known[0]:
                         cache.use(plan)
-                    return plan.run(*tensors)
+                    try:
+                        return plan.run(*tensors)
+                    except NotGranted:
+                        cache.drop(plan)
+                        break
         return first(tensors, scalars, selection)
 
     def first(tensors: tuple[Any, ...], scalars: tuple[Any, ...], selection: Selection) -> Any:
@@ -288,9 +301,7 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
             return _through_torch(op, tensors, scalars, inputs, absent)
         arguments = Arguments((*tensors[:inputs], *(None,) * absent), scalars, tensors[inputs:])
         checked = op.examine(arguments)
-        resolution = resolve(checked, selection)
-        run = _runner(checked, resolution, absent, out)
-        result = run(*tensors)
+        resolution, run, result = granted(checked, selection, tensors)
         if checked.rows:
             mark_ready(resolution, checked.device)
         position = {name: i for i, name in enumerate((*op.inputs[:inputs], *(op.outs if out else ())))}
@@ -300,6 +311,17 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
         ]
         cache.use(Plan(run, tensors, scalars, selection, pairs))
         return result
+
+    def granted(
+        checked: Call, selection: Selection, tensors: tuple[Any, ...]
+    ) -> tuple[Resolution, Callable[..., Any], Any]:
+        """The first implementation in order that the device grants its launch, and what it returned."""
+        resolution = resolve(checked, selection)
+        run = _runner(checked, resolution, absent, out)
+        try:
+            return resolution, run, run(*tensors)
+        except NotGranted:
+            return granted(checked, selection, tensors)
 
     return call
 

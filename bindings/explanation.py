@@ -15,14 +15,16 @@ class Explanation:
     """The answer of `explain`; `str()` of it is for people.
 
     backend: "cute" or "reference", or None where the call would raise BackendUnavailable. implementation: the
-    device module, "gemm" for a path of BLAS calls, "reference", or None. target: what the device compiles
-    for, None without one. params: the kernel's constexpr parameters. guards: every condition that was looked
-    at, in order. ready: no compilation or load is due.
+    device module, with ", two launches" where one call takes these, "gemm" for a path of BLAS calls,
+    "reference", or None. launches: the kernels of a call that are the module's, None for a path of library
+    calls. target: what the device compiles for, None without one. params: the kernel's constexpr parameters.
+    guards: every condition that was looked at, in order. ready: no compilation or load is due.
     """
 
     op: str
     backend: str | None
     implementation: str | None
+    launches: int | None
     target: str | None
     reason: str
     guards: tuple[dispatch.Verdict, ...]
@@ -65,6 +67,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         operator.name,
         resolution.backend,
         name,
+        None if resolution.implementation is None else resolution.implementation.launches,
         resolution.target,
         reason,
         resolution.verdicts,

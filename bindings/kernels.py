@@ -148,7 +148,7 @@ TABLE: tuple[Implementation, ...] = (
         module="cute_kernels.hyper.mix",
         params=mix.params,
         vectors=(),
-        guards=(activations("normed"), *mix.SHAPE_GUARDS),
+        guards=(activations("normed"), *mix.SHAPE_GUARDS, mix.CLUSTER_GUARD),
         launch="split",
     ),
     Composite(op="hc_mix", path="gemm", run=gemm_mix.hc_mix, guards=(activations("normed"),)),

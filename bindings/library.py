@@ -5,7 +5,7 @@ CPU and CUDA implementations are the dispatcher of `bindings.ops`; fake ones run
 alone, so a tracer sees the same errors, shapes, dtypes and (contiguous) strides. Autograd is not implemented:
 these are inference ops.
 
-As in `bindings.ops`, kernels read `weight`, `norm_weight`, `inject_weight`, `w_down`, `w_up`, `A_log` and
+As in `bindings.ops`, kernels read `weight`, `norm_weight`, `inject_weight`, `w_down`, `A_log` and
 `dt_bias` before they wait for their predecessor (programmatic dependent launch, PDL), so the kernel directly
 before may not write one, nor may one that only operators of this package separate from it. A foreign kernel
 that uses PDL but skips its own wait breaks the chain for these kernels too.

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from bindings import emulated, targets, workspace
-from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument, WarmupRequired
-from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
+from bindings.registry import OPS, Call, Guard, Kernel, ModelConfig, NotGranted
 from bindings.workspace import OnDevice, Workspaces, stream_key, workspaces
 from cute_kernels.hyper import mix_plan
 
 MAX_ROWS = mix_plan.BUCKETS[-1]
 
-_refused: dict[mix_plan.MixPlan, dict[int, str]] = {}
-"""By plan and device index, why a cooperative launch was refused there: what one bucket cannot have another
-may."""
+REFUSED = "refused: the grid of hc_mix cannot be resident at once (cooperative launch too large)"
+
+_refused: dict[mix_plan.MixPlan, set[int]] = {}
+"""By plan, the devices that refused its cooperative launch: what one bucket cannot have another may."""
 
 
 def _plans(call: Call) -> list[mix_plan.MixPlan | str]:
@@ -51,16 +52,21 @@ def _multiprocessors(call: Call) -> int | None:
     return torch.cuda.get_device_properties(call.device).multi_processor_count
 
 
-def _enough(call: Call) -> bool:
+def _enough(call: Call, ctas: Callable[[mix_plan.MixPlan], int]) -> bool:
+    """Whether the device has an SM for each of so many CTAs of the plan."""
     here = _multiprocessors(call)
-    return here is None or all(isinstance(p, str) or p.grid <= here for p in _plans(call))
+    return here is None or all(isinstance(p, str) or ctas(p) <= here for p in _plans(call))
+
+
+def _counted(call: Call) -> str:
+    return "no CUDA device" if _multiprocessors(call) is None else f"{_multiprocessors(call)} SMs"
 
 
 def _refusal(call: Call) -> str | None:
     if call.device.type != "cuda":
         return None
-    refusals = (_refused.get(p, {}) for p in _plans(call) if not isinstance(p, str))
-    return next((r[call.device.index] for r in refusals if call.device.index in r), None)
+    refusals = (_refused.get(p, ()) for p in _plans(call) if not isinstance(p, str))
+    return REFUSED if any(call.device.index in refusal for refusal in refusals) else None
 
 
 SHAPE_GUARDS = (
@@ -71,12 +77,11 @@ SHAPE_GUARDS = (
         _geometry,
     ),
 )
+CLUSTER_GUARD = Guard(
+    "the device has an SM for each CTA of a cluster", lambda c: _enough(c, lambda p: p.cluster), _counted
+)
 RESIDENCE_GUARDS = (
-    Guard(
-        "the device has an SM for each CTA",
-        _enough,
-        lambda c: "no CUDA device" if _multiprocessors(c) is None else f"{_multiprocessors(c)} SMs",
-    ),
+    Guard("the device has an SM for each CTA", lambda c: _enough(c, lambda p: p.grid), _counted),
     Guard(
         "the device grants a cooperative launch",
         lambda c: _refusal(c) is None,
@@ -87,25 +92,32 @@ RESIDENCE_GUARDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixKernel(Kernel):
-    """The mix kernel: a bucket of rows a variant, a workspace a stream. launch: "cooperative", with two
-    launches where that is refused; or "split", two launches."""
+    """The mix kernel: a bucket of rows a variant, a workspace a stream. launch: of mix_plan.LAUNCHES."""
 
     launch: str = "cooperative"
 
+    def __post_init__(self) -> None:
+        if self.launch not in mix_plan.LAUNCHES:
+            raise ValueError(f"launch: got {self.launch!r}, one of {', '.join(mix_plan.LAUNCHES)} is allowed")
+
     @property
     def name(self) -> str:
-        return self.module if self.launch == "cooperative" else f"{self.module}, two launches"
+        suffix = {"cooperative": "", "unguarded": ", not cooperative", "split": ", two launches"}
+        return self.module + suffix[self.launch]
+
+    @property
+    def launches(self) -> int | None:
+        return 2 if self.launch == "split" else 1
 
     def specialise(self, call: Call, target: str) -> dict[str, Any]:
-        return self.params(call) | ({} if self.launch == "cooperative" else {"launch": self.launch})
+        return {**self.params(call), "launch": self.launch}
 
     def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
         kernel = super().load(target, params)
         shape = (params[name] for name in ("hidden", "streams", "low_rank", "bucket"))
         plan = mix_plan.plan(*shape, target)
         assert isinstance(plan, mix_plan.MixPlan)
-        load = super().load
-        return launcher(kernel, plan, lambda: load(target, {**params, "launch": "split"}))
+        return launcher(kernel, plan, cooperative=self.launch == "cooperative")
 
     def rows_to_load(self, rows: int) -> int:
         return 1  # a launch makes the workspaces, and shows whether the grid is granted
@@ -135,10 +147,10 @@ def params(call: Call) -> dict[str, Any]:
 
 
 def launcher(
-    kernel: Callable[..., Any], plan: mix_plan.MixPlan, two_launches: Callable[[], Callable[..., Any]]
+    kernel: Callable[..., Any], plan: mix_plan.MixPlan, *, cooperative: bool = True
 ) -> Callable[..., None]:
     """The launch function of hc_mix from that of the kernel compiled for a plan, which takes a workspace.
-    two_launches: loads the one that serves where the device refuses the plan's grid."""
+    cooperative: the device may refuse the plan's grid; once it has, no launch of the plan is tried there."""
     current_device = torch.cuda.current_device
     # not in a build without CUDA
     current_stream = getattr(torch._C, "_cuda_getCurrentStream", None)
@@ -146,8 +158,7 @@ def launcher(
     is_capturing = torch.cuda.is_current_stream_capturing
     in_emulator = emulated.serving()
     known: dict[int, Workspaces] = {}
-    split: list[Callable[..., Any]] = []
-    refused = _refused.setdefault(plan, {})
+    refused = _refused.setdefault(plan, set())
 
     def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
         index = normed.get_device()
@@ -161,6 +172,8 @@ def launcher(
             record_word = plan.control + mix_plan.RECORD
             spaces = workspaces(normed.device, plan, plan.workspace_words, record_word=record_word)
             known[index] = spaces
+        if cooperative and index in refused:
+            raise NotGranted
         if spaces.expired:
             settle(index, spaces.shared, capturing, "This call launched nothing")
         if index < 0:  # an emulated device: one stream
@@ -171,23 +184,13 @@ def launcher(
         assert current_stream is not None
         assert raw_stream is not None
         stream = raw_stream(index) if capturing else stream_key(current_stream(index)[0])
-        tensors = normed, w_down, w_up, out, spaces.of(stream, capturing)
-        if index not in refused:
-            try:
-                kernel(*tensors)
-                return
-            except RuntimeError as error:
-                if "CooperativeLaunchTooLarge" not in str(error):
-                    raise
-                refused[index] = refuse(index, plan, str(error), capturing)
-        if not split:
-            if capturing:  # what refused the grid was a call of another dtype
-                raise WarmupRequired(
-                    f"hc_mix on cuda:{index}: first use of two launches, inside a CUDA-graph capture; "
-                    "allowed after a call outside of it"
-                )
-            split.append(two_launches())
-        split[0](*tensors)
+        try:
+            kernel(normed, w_down, w_up, out, spaces.of(stream, capturing))
+        except RuntimeError as error:
+            if "CooperativeLaunchTooLarge" not in str(error):
+                raise
+            refuse(index, plan, error, capturing)
+            raise NotGranted from error
 
     return launch
 
@@ -270,23 +273,22 @@ def settle(index: int, shared: OnDevice, capturing: bool, launched: str = "") ->
     )
 
 
-def refuse(index: int, plan: mix_plan.MixPlan, error: str, capturing: bool) -> str:
-    """Says that a device does not grant the grid of a plan, and returns why. Raises inside a capture, which
-    the refusal has ended."""
-    reason = "refused: the grid of hc_mix cannot be resident at once (cooperative launch too large)"
+def refuse(index: int, plan: mix_plan.MixPlan, error: RuntimeError, capturing: bool) -> None:
+    """Notes that a device does not grant the grid of a plan, and says so. Raises inside a capture, which the
+    refusal has ended."""
     if capturing:
         raise RuntimeError(
-            f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {reason}. Called once outside it, under "
+            f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {REFUSED}. Called once outside it, under "
             f"the same limits (MPS, green context) it takes two launches: {error}"
         )
+    _refused[plan].add(index)
     forget_error(index)
     warnings.warn(
-        f"hc_mix on cuda:{index}: {reason}; from here on calls of its {plan.bucket}-row bucket take two "
+        f"hc_mix on cuda:{index}: {REFUSED}; from here on calls of its {plan.bucket}-row bucket take two "
         "launches",
         FlashnextWarning,
         stacklevel=3,
     )
-    return reason
 
 
 def forget_error(index: int) -> None:

@@ -190,7 +190,8 @@ def hc_mix(
 
     normed: [T, C*H], w_down: [R, C*H], w_up: [C*H, R]; streams: C, which no shape tells. Returns [T, H].
     Up to 32 rows one cooperative launch, whose CTAs wait for each other and must all be resident; where the
-    device refuses that, and for more rows, GEMMs. Raises HandoffTimeout, and launches nothing, if CTAs of an
+    device does not grant that, two launches of the same bits; for more rows, and shapes that have no kernel,
+    GEMMs. Raises HandoffTimeout, and launches nothing, if CTAs of an
     earlier launch on the device waited in vain (`bindings.check`).
     """
     if is_compiling():

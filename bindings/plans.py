@@ -163,6 +163,10 @@ class PlanCache:
         """Puts a plan, new or old, in front."""
         self.plans = (plan, *[p for p in self.plans if p is not plan][: PLANS - 1])
 
+    def drop(self, plan: Plan) -> None:
+        """Forgets a plan."""
+        self.plans = tuple([p for p in self.plans if p is not plan])
+
     def clear(self) -> None:
         """Forgets all plans."""
         self.plans = ()

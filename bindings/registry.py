@@ -244,12 +244,22 @@ class Guard:
     got: Callable[[Call], Any]
 
 
+class NotGranted(Exception):  # noqa: N818
+    """Raised by a launch function that the device does not grant its launch. Nothing was launched, and from
+    here on a guard of the implementation says so: the call is to be resolved again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """Something that serves an operator on the "cute" backend."""
 
     op: str
     guards: tuple[Guard, ...] = ()
+
+    @property
+    def launches(self) -> int | None:
+        """The kernels of this project that one call launches; None for a path of library calls."""
+        return None
 
     @property
     def name(self) -> str:
@@ -261,7 +271,8 @@ class Implementation:
         raise NotImplementedError
 
     def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
-        """The launch function: tensors (None where absent), outputs, then `kernel_scalars`."""
+        """The launch function: tensors (None where absent), outputs, then `kernel_scalars`. It may raise
+        NotGranted."""
         raise NotImplementedError
 
     def rows_to_load(self, rows: int) -> int:
@@ -286,6 +297,10 @@ class Kernel(Implementation):
     @property
     def name(self) -> str:
         return self.module
+
+    @property
+    def launches(self) -> int | None:
+        return 1
 
     def specialise(self, call: Call, target: str) -> dict[str, Any]:
         widest = targets.vector_bytes(target)

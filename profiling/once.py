@@ -8,9 +8,9 @@ Everything is compiled, loaded and called before; then each call is one profiler
 called: operator, rows, launches of a call, bytes of its contract. Exit code 2 without a GPU of a supported
 target.
 
-The kernel of hc_mix is launched without the cooperative attribute: a kernel launched with it ncu 2025.3
-cannot replay (LaunchFailed, whatever the replay mode). The machine code is the same; that all CTAs are
-resident, which the attribute guarantees, here takes a device that nobody else uses, with an SM for each.
+The kernel of hc_mix is launched without the cooperative attribute: with it ncu 2025.3 could neither replay it
+(LaunchFailed) nor have the application repeat it. The machine code is the same; that all CTAs are resident,
+which the attribute guarantees, here takes a device that nobody else uses, with an SM for each.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import bindings
-from bindings import jit, mix, registry
+from bindings import kernels as kernels  # fills the registry
+from bindings import mix, registry
 from bindings.targets import target_of
-from cute_kernels.hyper import mix_plan
 from profiling import cases, collective, counters, ours, protocol
 
 OPS = (*counters.OPS, collective.OP)
 """Every operator, the collective over loopback."""
 RANKS = 4
-MIX = "cute_kernels.hyper.mix"
+MIX = next(k for k in registry.IMPLEMENTATIONS["hc_mix"] if isinstance(k, mix.MixKernel))
+"""The entry of one cooperative launch."""
 
 
 def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
@@ -41,23 +43,19 @@ def piece(op: str, rows: int, device: torch.device) -> tuple[ours.Call, int]:
         version = next(collective.versions_of(collective.make_case(rows, device), RANKS))
         return version.make(), version.bytes
     case = cases.make(op, rows, device)
-    alone = op == "hc_mix" and rows <= mix.MAX_ROWS
-    return mix_call(case) if alone else ours.graph_call(case), case.bytes
+    one_launch = op == "hc_mix" and bindings.explain(op, **case.args).implementation == MIX.name
+    return mix_call(case) if one_launch else ours.graph_call(case), case.bytes
 
 
 def mix_call(case: cases.Case) -> ours.Call:
-    """hc_mix by its kernel, not launched cooperatively."""
+    """hc_mix by one launch that is not cooperative, on a device that has room for its grid."""
     op = registry.OPS[case.op]
     arguments = op.bind((), {**case.args, **case.outs})
     call = op.examine(arguments)
     target = target_of(call.device)
     assert target is not None
-    params = mix.params(call)
-    plan = mix_plan.plan(*(params[name] for name in ("hidden", "streams", "low_rank", "bucket")), target)
-    if isinstance(plan, str):
-        raise ValueError(f"hc_mix: {plan}")
-    kernel = jit.get(MIX, target, {**params, "launch": "unguarded"})
-    launch = mix.launcher(kernel, plan, lambda: kernel)  # which no device refuses
+    unguarded = replace(MIX, launch="unguarded")
+    launch = unguarded.load(target, unguarded.specialise(call, target))
     values = (*arguments.inputs, *arguments.outs, *call.kernel_scalars)
     return lambda: launch(*values)
 
@@ -99,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
             print(f"profiled {name}, {options.rows} row(s)", flush=True)
+        bindings.check(device)  # that no CTA of hc_mix waited in vain
     return 0
 
 

@@ -24,9 +24,9 @@ Rounding    twice: t, and the result. Sums fp32.
 Order       fixed by the shapes, the target and the bucket: slabs of K within a warp, warps, CTAs of the
             cluster by rank; no atomics.
 Waiting     CTAs wait for each other, so all must be resident: the launch is cooperative, and fails where they
-            do not fit. No two launches may use the workspace at once. It starts as zeros, except for the
-            record's address; every launch writes all words of inner activations, those of rows past T too.
-            Each CTA keeps the epoch, one higher every launch, in a word of its own.
+            do not fit. No two calls may use the workspace at once. It starts as zeros, except for the
+            record's address; every call writes all words of inner activations, those of rows past T too.
+            Each CTA keeps the epoch, one higher every call, in a word of its own.
 Bound       Every POLLS_A_LOOK-th poll is followed by a look at the clock and at the workspace's poison word.
             After mix_plan.WAIT_NS a thread sets that word, names who is missing in the host's record, and
             goes on with NaNs in place of what did not come: they reach every output that depends on it, no
@@ -35,12 +35,15 @@ Bound       Every POLLS_A_LOOK-th poll is followed by a look at the clock and at
             cluster, which start together, send each other needs nobody else, or a wait that is bounded.
 Two         Where the grid cannot be resident as a whole ("split"), steps 1 to 3 are one launch and step 4 is
             the next: the same code and the same bits, and no CTA waits for one outside of its cluster. What
-            the polls look for is there when they start. The second launch alone counts the epoch.
+            the polls look for is there when they start. The second launch alone counts the epoch. Both wait
+            for their predecessors before they read what may be theirs: the first releases the second before
+            its own wait, so the second may start beside the kernel before the first.
 Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
             dependency wait, when this launch has completed: no word changes that is still polled, and a word
             holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
             launched with PDL and skips its own wait breaks this: the next launch may then overwrite words
-            that are still polled, and the wait expires.
+            that are still polled, and the wait expires; of two launches the next call has the same epoch
+            until the second has counted it, so its values may be taken for this one's.
 PDL         w_down is read before the dependency wait: no predecessor writes it. All else after, w_up too,
             which would delay what the down projection needs.
 """
@@ -59,13 +62,9 @@ from cute_kernels.device.handoff import poll2, publish
 from cute_kernels.device.math import fma, select, sigmoid
 from cute_kernels.device.pdl import await_predecessors, release_dependents
 from cute_kernels.hyper import mix_plan
-from cute_kernels.hyper.mix_plan import SLAB, MixPlan
+from cute_kernels.hyper.mix_plan import LAUNCHES, SLAB, MixPlan
 from cute_kernels.hyper.mix_sm90 import WarpMma, swizzled
 
-LAUNCHES = ("cooperative", "unguarded", "split")
-"""cooperative: one launch, which the device refuses where not all CTAs can be resident. unguarded: the same
-without asking the device: for a profiler that cannot run a cooperative launch, and has the device for itself.
-split: two launches, for any number of SMs that holds a cluster."""
 POLLS_A_LOOK = 16  # at the clock
 NANS = 0x7FFF7FFF  # two, of either dtype
 
@@ -129,7 +128,7 @@ class Smem:
 
 
 class HcMix:
-    """One specialisation: the plan, the matrix products of the target, and one of LAUNCHES."""
+    """One specialisation: the plan, the matrix products of the target, and one of mix_plan.LAUNCHES."""
 
     def __init__(self, plan: MixPlan, launch: str):
         if launch not in LAUNCHES:
@@ -158,11 +157,12 @@ class HcMix:
         rows = normed.shape[0]
         if rows > 0:
             boxes = self.boxes(normed, w_down, w_up)
-            for down, up in ((True, False), (False, True)) if self.launch == "split" else ((True, True),):
-                self.kernel(*boxes, normed, out, workspace, down, up).launch(
+            halves = ((True, False), (False, True)) if self.launch == "split" else ((True, True),)
+            for has_down, has_up in halves:
+                self.kernel(*boxes, normed, out, workspace, has_down, has_up).launch(
                     grid=(p.grid, 1, 1),
                     block=(p.threads, 1, 1),
-                    cluster=(p.cluster if down else 1, 1, 1),
+                    cluster=(p.cluster if has_down else 1, 1, 1),
                     min_blocks_per_mp=1,
                     preferred_smem_carveout=100,
                     stream=stream,
@@ -225,8 +225,6 @@ class HcMix:
             if const_expr(has_down):
                 tile = cute.local_tile(down, (p.down_rows, SLAB), (group, None))
                 self.copy_slabs(down_atom, tile, smem.down, first_slab, p.down_slabs, smem.bars, 1)
-            else:
-                self.copy_up(up_atom, up, smem, cta)
         self.mma.start(smem, warp)
         release_dependents()
         cute.arch.sync_threads()
@@ -241,13 +239,13 @@ class HcMix:
         last_epoch = counter[cta]
         streams = self.load_streams(normed, rows, cta, tid) if const_expr(has_up) else []
         cute.arch.sync_warp()
-        if const_expr(has_down):
-            if warp == self.copy_warp:
-                if const_expr(p.staged):
-                    tile = cute.local_tile(x, (p.bucket, SLAB, p.x_box), (0, 0, None))
-                    self.copy_slabs(x_atom, tile, smem.x, rank * p.x_boxes, p.x_boxes, smem.x_bars, 1)
-                if const_expr(has_up):
-                    self.copy_up(up_atom, up, smem, cta)
+        if warp == self.copy_warp:
+            if const_expr(has_down and p.staged):
+                tile = cute.local_tile(x, (p.bucket, SLAB, p.x_box), (0, 0, None))
+                self.copy_slabs(x_atom, tile, smem.x, rank * p.x_boxes, p.x_boxes, smem.x_bars, 1)
+            if const_expr(has_up):
+                tile = cute.local_tile(up, (p.up_hidden, p.streams, SLAB), (cta, 0, None))
+                self.copy_slabs(up_atom, tile, smem.up, 0, p.up_slabs, smem.up_bar, 0)
         held = self.mma.fragments(loaded, lane)
 
         if const_expr(has_down):
@@ -273,7 +271,8 @@ class HcMix:
             self.finish(smem, streams, out, rows, cta, tid)
 
     def start_barriers(self, smem: Smem, has_down: bool, has_up: bool) -> None:
-        """One thread's: every barrier, and the bytes that it waits for. Each is used once, in phase 0."""
+        """One thread's: every barrier, and the bytes that those of this launch wait for. Each is used at most
+        once, in phase 0."""
         p = self.plan
         x_boxes = p.x_boxes if p.staged else 0
         waiting = [smem.bars + s for s in range(p.down_slabs)] + [smem.x_bars + i for i in range(x_boxes)]
@@ -289,12 +288,6 @@ class HcMix:
             cute.arch.mbarrier_arrive_and_expect_tx(smem.up_bar, p.up_bytes)
         if has_down:
             cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
-
-    def copy_up(self, atom, up: cute.Tensor, smem: Smem, cta) -> None:
-        """A warp's: the CTA's rows of w_up."""
-        p = self.plan
-        tile = cute.local_tile(up, (p.up_hidden, p.streams, SLAB), (cta, 0, None))
-        self.copy_slabs(atom, tile, smem.up, 0, p.up_slabs, smem.up_bar, 0)
 
     def copy_slabs(self, atom, tile, to, first, count: int, bars, bar_step: int) -> None:
         """A warp's: `count` slabs from the first of `tile`, to consecutive slabs of shared memory."""
@@ -464,18 +457,9 @@ class HcMix:
                 out[row, cta * p.up_hidden + h] = (total * (1.0 / p.streams)).to(smem.dtype)
 
 
-def build(
-    target: str,
-    *,
-    dtype: str,
-    hidden: int,
-    streams: int,
-    low_rank: int,
-    bucket: int,
-    launch: str = "cooperative",
-):
+def build(target: str, *, dtype: str, hidden: int, streams: int, low_rank: int, bucket: int, launch: str):
     """For up to `bucket` rows; run-time arguments (normed, w_down, w_up, out, workspace). launch: of
-    LAUNCHES. Raises ValueError for another, and where the shapes have no plan."""
+    mix_plan.LAUNCHES. Raises ValueError for another, and where the shapes have no plan."""
     plan = mix_plan.plan(hidden, streams, low_rank, bucket, target)
     if isinstance(plan, str):
         raise ValueError(f"H, C, R: got {hidden}, {streams}, {low_rank}, but {plan}")

@@ -9,6 +9,11 @@ from functools import lru_cache
 SLAB = 64
 """Elements of K in a slab: 128 bytes, one row of the widest swizzle."""
 
+LAUNCHES = ("cooperative", "unguarded", "split")
+"""cooperative: one launch, which the device refuses where not all CTAs can be resident. unguarded: the same
+without asking the device: for a profiler that cannot run a cooperative launch, and has the device for itself.
+split: two launches, for any number of SMs that holds a cluster."""
+
 BUCKETS = (8, 16, 32)
 """Rows are padded to these: the columns N of the MMA. One kernel each."""
 
@@ -18,8 +23,8 @@ MAX_SMEM = 227 * 1024
 
 CTAS = 120
 """CTAs of the grid, at most, each with an SM of its own at the model's shapes: of clusters of eight such CTAs
-an H200 holds 15. A device whose SMs lie otherwise may hold fewer: it refuses the launch. 128 CTAs, some of
-which share an SM, end later: the SMs that hold two of them have twice as much to take in."""
+an H200 holds 15. A device whose SMs lie otherwise may hold fewer, and refuses. 128 CTAs, some of which share
+an SM, end later: the SMs that hold two of them have twice as much to take in."""
 
 POISON, RECORD, LIMIT = 0, 1, 2
 """Words of the workspace behind `MixPlan.control`. POISON: not 0 once a wait has expired. RECORD: the address

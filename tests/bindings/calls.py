@@ -39,7 +39,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "hc_apply": {"dtype": "bf16", "hidden": 64, "streams": 4},
     "hc_apply_norm": {"dtype": "bf16", "hidden": 64, "streams": 4},
     "hc_boundary": {"dtype": "bf16", "hidden": 64, "streams": 4},
-    "hc_mix": {"dtype": "bf16", "hidden": 64, "streams": 4, "low_rank": 16, "bucket": 8},
+    "hc_mix": {"dtype": "bf16", "hidden": 64, "streams": 4, "low_rank": 16, "bucket": 8}
+    | {"launch": "cooperative"},
     "shared_gate": {"dtype": "bf16", "hidden": 64},
     "moe_finalize": {"hidden": 64, "top_k": 3, "weight_dtype": "fp32", "shared": True, "gated": True},
     "gdn_packed_decode": {

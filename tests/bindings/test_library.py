@@ -132,6 +132,7 @@ def test_precompile_configs(target: str) -> None:
     }
     assert by_field["hc_gate", "dtype"] == {"bf16", "fp16"}
     assert by_field["hc_mix", "bucket"] == {8, 16, 32}
+    assert by_field["hc_mix", "launch"] == {"cooperative", "split"}
     assert by_field["gdn_packed_decode", "value_tile"] == set(kernels.VALUE_TILES)
     assert by_field["gdn_packed_decode", "state_dtype"] == {"fp32", "bf16"}
     assert by_field["gdn_packed_decode", "index_dtype"] == {"int32", "int64"}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import bindings
-from bindings import explain, gemm_mix, mix, ops, reference, workspace
-from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument, WarmupRequired
-from bindings.registry import IMPLEMENTATIONS
+from bindings import dispatch, explain, gemm_mix, mix, ops, reference, workspace
+from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
+from bindings.registry import IMPLEMENTATIONS, NotGranted
 from bindings.workspace import SPARES, OnDevice, Workspaces
 from cute_kernels.hyper import mix_plan
 from tests.bindings.calls import SMALL, Call, Jit, make
@@ -54,12 +54,14 @@ def test_guards(rows: int, changes: dict[str, int], guard: str, got: str, compil
 
 def test_a_device_with_too_few_sms(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, call = plan_of_the_call().grid, make("hc_mix")
-    for here in (grid, grid - 1):
+    cluster = plan_of_the_call().cluster
+    for here, served_by in ((grid, ONE), (grid - 1, TWO), (cluster, TWO), (cluster - 1, "gemm")):
         monkeypatch.setattr(mix, "_multiprocessors", lambda call, here=here: here)
-        if here == grid:
-            assert failed(call, ONE) == []
-        else:
-            assert failed(call, TWO) == [(ONE, SMS.description, f"{here} SMs")]
+        dispatch.clear_plans()
+        missing = [(ONE, SMS.description, f"{here} SMs")] * (here < grid)
+        missing += [(TWO, mix.CLUSTER_GUARD.description, f"{here} SMs")] * (here < cluster)
+        assert failed(call, served_by) == missing
+        if here < grid:
             ops.hc_mix(**call)
             assert compiled.last.params["launch"] == "split"
 
@@ -91,9 +93,9 @@ class Index(Tensor):
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable[..., Any]], Tensor]:
-    """Launches a kernel twice by `mix.launcher` as on device 0, and returns the result. Each launch of the
-    two that stand in for a refused one adds 1 to it."""
+def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[..., Tensor]:
+    """Launches a kernel twice by `mix.launcher` as on device 0, and returns the result, which starts as
+    zeros."""
     monkeypatch.setattr(mix, "_refused", {})
     monkeypatch.setattr(mix, "forget_error", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -101,14 +103,11 @@ def launch(monkeypatch: pytest.MonkeyPatch, compiled: Jit) -> Callable[[Callable
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (7, index, 1), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
 
-    def two_launches(*args: Tensor) -> None:
-        args[3].add_(1)
-
-    def run(kernel: Callable[..., Any], capturing: bool = False) -> Tensor:
+    def run(kernel: Callable[..., Any], capturing: bool = False, cooperative: bool = True) -> Tensor:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         call = make("hc_mix")
         out = torch.zeros((3, 64), dtype=torch.bfloat16)
-        function = mix.launcher(kernel, plan_of_the_call(), lambda: two_launches)
+        function = mix.launcher(kernel, plan_of_the_call(), cooperative=cooperative)
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         function(Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4)
         return out
@@ -120,23 +119,28 @@ def too_large(*args: Any) -> None:
     raise RuntimeError("CUDA error 720, cudaErrorCooperativeLaunchTooLarge: too many blocks")
 
 
-def test_a_refused_launch_becomes_two(launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_launch_is_not_tried_again(
+    launch: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor another dtype's of the plan; the two launches of the plan are."""
     tries: list[int] = []
 
     def refused(*args: Any) -> None:
         tries.append(1)
         too_large()
 
-    with pytest.warns(
-        FlashnextWarning, match=r"^hc_mix on cuda:0: refused: the grid of hc_mix cannot be resident"
+    with (
+        pytest.warns(
+            FlashnextWarning, match=r"^hc_mix on cuda:0: refused: the grid of hc_mix cannot be resident"
+        ),
+        pytest.raises(NotGranted),
     ):
-        out = launch(refused)
-    assert (out == 2).all()
-    assert len(tries) == 1  # the second call does not try
-    with pytest.raises(WarmupRequired, match=r"^hc_mix on cuda:0: first use of two launches, inside a CUDA-"):
-        launch(refused, capturing=True)  # another dtype's launch function: it has not loaded them
-    assert (launch(refused) == 2).all()
+        launch(refused)
+    for capturing in (False, True):
+        with pytest.raises(NotGranted):
+            launch(refused, capturing)
     assert len(tries) == 1
+    assert (launch(lambda *args: args[3].add_(1), cooperative=False) == 2).all()
 
     class On:
         type, index = "cuda", 0
@@ -151,6 +155,76 @@ def test_a_refused_launch_becomes_two(launch: Callable[..., Tensor], monkeypatch
     assert not GRANTED.holds(asked(3))
     assert str(GRANTED.got(asked(3))).startswith("refused: ")
     assert GRANTED.holds(asked(9))  # of another bucket, so of another grid
+
+
+@pytest.fixture
+def refusing(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A device that does not grant one launch, though nothing says so before it is tried; what was launched,
+    or tried. After the first try a guard says so."""
+    tried: list[str] = []
+    granted = [True]
+
+    def load(self: mix.MixKernel, target: str, params: Any) -> Callable[..., Any]:
+        def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
+            tried.append(self.launch)
+            if self.launch == "cooperative":
+                granted[0] = False
+                raise NotGranted
+            out.copy_(reference.hc_mix(normed, w_down, w_up, streams))
+
+        return launch
+
+    monkeypatch.setattr(mix.MixKernel, "load", load)
+    monkeypatch.setattr(mix, "_refusal", lambda call: None if granted[0] else "refused: as the test has it")
+    dispatch.clear_plans()
+    return tried
+
+
+def test_a_refused_call_is_served_by_two_launches(
+    refusing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That call, one with a plan from before the refusal, and, since it is ready, one in a capture."""
+    call = make("hc_mix")
+    assert torch.equal(ops.hc_mix(**call), reference.hc_mix(**call))
+    assert refusing == ["cooperative", "split"]
+    answer = explain("hc_mix", **call)
+    assert (answer.implementation, answer.launches, answer.ready) == (TWO, 2, True)
+    monkeypatch.setattr(dispatch, "capturing", lambda device: True)
+    ops.hc_mix(**call)
+    more = make("hc_mix", 2)  # of the same bucket
+    ops.hc_mix(**more)
+    assert refusing == ["cooperative", "split", "split", "split"]
+
+
+def test_a_plan_from_before_the_refusal_is_given_up(
+    refusing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = mix.MixKernel.load
+    with monkeypatch.context() as granting:
+        granting.setattr(
+            mix.MixKernel,
+            "load",
+            lambda self, *args: lambda *t: None if not refusing else served(self, *args)(*t),
+        )
+        call = make("hc_mix")
+        ops.hc_mix(**call)
+        assert refusing == []
+        refusing.append("from here on")
+        assert torch.equal(ops.hc_mix(**call), reference.hc_mix(**call))
+        assert torch.equal(ops.hc_mix(**call), reference.hc_mix(**call))
+    assert refusing[1:] == ["cooperative", "split", "split"]
+
+
+def test_warmup_of_a_device_that_refuses(refusing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture then finds is ready."""
+    report = bindings.warmup(
+        bindings.WarmupConfig(ops=("hc_mix",), batch_sizes=(1, 3), model=SMALL, devices=("cpu",))
+    )
+    assert [entry.implementation for entry in report.entries] == [TWO]
+    assert refusing == ["cooperative", "split"]
+    monkeypatch.setattr(dispatch, "capturing", lambda device: True)
+    ops.hc_mix(**make("hc_mix"))
+    assert refusing == ["cooperative", "split", "split"]
 
 
 def test_a_refusal_inside_a_capture_is_an_error(launch: Callable[..., Tensor]) -> None:
@@ -180,7 +254,7 @@ def test_an_emulated_launch_that_fails_leaves_no_epochs(compiled: Jit) -> None:
             raise KeyboardInterrupt
 
     call = make("hc_mix")
-    function = mix.launcher(kernel, plan, lambda: kernel)
+    function = mix.launcher(kernel, plan)
     arguments = call["normed"], call["w_down"], call["w_up"], torch.empty_like(call["normed"][:, :64]), 4
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
         function(*arguments)
@@ -328,7 +402,7 @@ def test_a_call_on_another_device_than_the_current_one(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     call, out = make("hc_mix"), torch.empty(3, 64, dtype=torch.bfloat16)
-    function = mix.launcher(lambda *args: None, plan_of_the_call(), lambda: print)
+    function = mix.launcher(lambda *args: None, plan_of_the_call())
     arguments = Index.of(call["normed"]), call["w_down"], call["w_up"], out, 4
     with pytest.raises(HandoffTimeout, match=r"^hc_mix on cuda:0: .* the workspaces are as new"):
         function(*arguments)

@@ -55,10 +55,11 @@ def test_results(target: str, rows: int, shape: dict[str, int]) -> None:
 def test_two_launches_have_the_bits_of_one(target: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of call finds the other one's epoch in the workspace."""
     inputs = mix(Draw("emulated"), T=rows, dtype=torch.bfloat16, **SMALL)
+    plan = mix_plan.plan(64, 4, 32, mix_plan.bucket_of(rows), target)
+    assert isinstance(plan, mix_plan.MixPlan)
     with emulated.options(target=target), bindings.backend("emulator"):
         one = ops.hc_mix(**inputs)
-    monkeypatch.setattr(mix_bindings, "_multiprocessors", lambda call: 1)
-    inputs = {**inputs, "normed": inputs["normed"].clone()}
+    monkeypatch.setattr(mix_bindings, "_multiprocessors", lambda call: plan.cluster)
     with emulated.options(target=target), bindings.backend("emulator"):
         two = ops.hc_mix(**inputs)
         down, up = emulated.device().launches[-2:]
@@ -68,7 +69,7 @@ def test_two_launches_have_the_bits_of_one(target: str, rows: int, monkeypatch: 
     assert torch.equal(one, two)
     emulate(target, inputs, "cute_kernels.hyper.mix, two launches")
     monkeypatch.undo()
-    emulate(target, {**inputs, "normed": inputs["normed"].clone()})
+    emulate(target, inputs)
 
 
 def test_half_precision() -> None:
