@@ -281,7 +281,7 @@ def refuse(index: int, plan: mix_plan.MixPlan, error: RuntimeError, capturing: b
             f"hc_mix on cuda:{index}, inside a CUDA-graph capture: {REFUSED}. Called once outside it, under "
             f"the same limits (MPS, green context) it takes two launches: {error}"
         )
-    _refused[plan].add(index)
+    _refused.setdefault(plan, set()).add(index)
     forget_error(index)
     warnings.warn(
         f"hc_mix on cuda:{index}: {REFUSED}; from here on calls of its {plan.bucket}-row bucket take two "

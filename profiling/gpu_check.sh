@@ -6,7 +6,8 @@
 #
 #   tests      pytest, everything marked gpu
 #   bench      profiling.bench with peers, against what is asked of the kernels
-#   sanitize   compute-sanitizer over the tests marked sanitizer: memcheck, racecheck, initcheck (or one of these by its name)
+#   sanitize   compute-sanitizer over the tests marked sanitizer: memcheck, racecheck, initcheck (not over those marked
+#              concurrent; or one of these by its name)
 #   demo       profiling.demo
 #   step       profiling.decode_step: a whole decode step, against separate launches; some 70 GB of GPU memory
 #   collective profiling.collective: the fused finalize and all-reduce of one rank, over loopback

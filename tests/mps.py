@@ -18,7 +18,8 @@ CLIENT = "import torch; torch.ones(1, device='cuda').sum().item()"
 
 @pytest.fixture
 def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, str]]]:
-    """Starts the service, and says what reaches it: a client's environment. Skips where it does not start."""
+    """Starts the service, and says what reaches it: a client's environment. Skips where its daemon does not
+    start; that it serves a first client is asserted."""
     names = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
     environment = {name: str(tmp_path_factory.mktemp("mps")) for name in names}
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # the service sees these alone, and its clients number them anew

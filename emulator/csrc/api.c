@@ -93,19 +93,25 @@ void emu_machine_traffic(emu_machine *m, uint32_t grid, uint64_t *out) {
         }
 }
 
+#define PAST 24 /* regions of earlier batches that are kept */
+
 /* After a batch: forgets it, keeps what a dependent launch has yet to wait for. */
 void emu_machine_reset(emu_machine *m) {
-    int waited = 1, dependents = 0;
+    int held_back = 0, dependents = 0;
     for (uint32_t i = 0; i < m->grid_count; i++) {
         emu_traffic *t = m->grids[i].traffic;
         for (uint32_t k = 0; t && k < 2 * m->region_count; k++) free(t[k / 2].seen[k % 2]);
         free(t);
     }
     for (uint32_t i = 0; i < m->grid_count; i++) {
-        if (m->grids[i].dependent && !m->grids[i].waited) waited = 0;
+        held_back |= emu_holds_back(&m->grids[i]);
         dependents |= m->grids[i].launched_dependents;
     }
-    if (waited || !dependents) drop_regions(&m->past, &m->past_count);
+    if (held_back || !m->grid_count) drop_regions(&m->past, &m->past_count);
+    while (m->past_count > PAST) {
+        emu_region_free(m->past);
+        memmove(m->past, m->past + 1, --m->past_count * sizeof *m->past);
+    }
     if (dependents) {
         m->past = realloc(m->past, (m->past_count + m->region_count + 1) * sizeof *m->past);
         for (uint32_t i = 0; i < m->region_count; i++)

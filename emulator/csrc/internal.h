@@ -132,9 +132,15 @@ struct emu_grid {
     emu_cluster **resident;
     uint32_t resident_count;
     uint32_t waited;                 /* some warp executed griddepcontrol.wait */
+    uint32_t released_late;          /* a CTA first executed launch_dependents behind its wait: so no dependent begins earlier */
     uint64_t counters[EMU_C_COUNT];
     emu_traffic *traffic;            /* by region of the batch; made when first touched */
 };
+
+/* Whether all that came before a grid is complete when its dependents begin. */
+static inline int emu_holds_back(const emu_grid *g) {
+    return !g->launched_dependents || !g->dependent || (g->waited && g->released_late);
+}
 
 #define SYNC_BUCKETS 4096
 struct emu_machine {
@@ -142,7 +148,7 @@ struct emu_machine {
     uint32_t grid_count;
     emu_region *regions;
     uint32_t region_count, last_region;
-    emu_region *past;      /* what the launches before touched that a dependent launch has yet to wait for */
+    emu_region *past;      /* what the launches before touched that a dependent launch has yet to wait for, oldest first */
     uint32_t past_count;
     char (*names)[96];
     uint32_t checks;       /* bit 1 << category; 0: only what cannot be run through */
@@ -184,6 +190,7 @@ void emu_sync_free(emu_sync *s);
 /* memory.c */
 const char *emu_region_name(emu_machine *m, uint32_t name);
 void emu_region_free(emu_region *r);
+int emu_after_wait(emu_warp *w);
 emu_region *emu_find_region(emu_machine *m, uint64_t lo, uint64_t bytes);
 int emu_shadow_global(emu_warp *w, emu_region *r, uint64_t address, uint64_t bytes, uint32_t access);
 int emu_shadow_shared(emu_warp *w, emu_cta *cta, uint32_t offset, uint32_t bytes, uint32_t access);

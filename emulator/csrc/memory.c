@@ -156,7 +156,7 @@ void emu_region_free(emu_region *r) {
 const char *emu_region_name(emu_machine *m, uint32_t name) { return m->names[name]; }
 
 /* Whether this warp waited for the launches before, or is ordered after a warp of the cluster that did. */
-static int after_wait(emu_warp *w) {
+int emu_after_wait(emu_warp *w) {
     if (w->run->waited_dependency) return 1;
     emu_cluster *c = w->cta->cluster;
     for (uint32_t rank = 0; rank < c->size; rank++) {
@@ -169,14 +169,14 @@ static int after_wait(emu_warp *w) {
 }
 
 /* Whether a grid that began without waiting may run beside an agent of the batch, or (~0) beside the launches before the batch:
- * its predecessor let it begin, and so on backwards as long as nobody waited. */
+ * its predecessor let it begin, and so on backwards as long as each let go of the next before it had waited itself. */
 static int beside(const emu_grid *g, uint32_t agent) {
     for (uint32_t i = g->index; i--;) {
         const emu_grid *p = &g->machine->grids[i];
         if (p->stream != g->stream) continue;
         if (!p->launched_dependents) return 0;
         if (agent - p->agent_base < p->agents) return 1;
-        if (!p->dependent || p->waited) return 0;
+        if (emu_holds_back(p)) return 0;
     }
     return agent == ~0u;
 }
@@ -191,7 +191,7 @@ static void too_early(emu_warp *w, const emu_region *r, uint64_t at, uint32_t ac
 static void check_dependency(emu_warp *w, const emu_region *now, uint64_t address, uint64_t bytes, uint32_t access) {
     emu_machine *m = w->machine;
     const emu_grid *g = w->cta->grid;
-    if (!g->dependent || (!m->past_count && !g->index) || !CHECK(m, EMU_F_PDL) || after_wait(w)) return;
+    if (!g->dependent || (!m->past_count && !g->index) || !CHECK(m, EMU_F_PDL) || emu_after_wait(w)) return;
     for (uint64_t at = address & ~3ull; g->index && now->cells && at < address + bytes; at += 4) {
         const emu_cell *c = &now->cells[(at - (now->lo & ~3ull)) / 4];
         int wrote = c->write_tag && beside(g, TAG_AGENT(c->write_tag));

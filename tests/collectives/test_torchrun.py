@@ -315,7 +315,7 @@ def test_nothing_stays_behind(world: World) -> None:
 # --- under plain pytest: torchrun is started here
 
 
-def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 280) -> str:
+def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 200) -> str:
     """Runs four ranks; what they wrote. Fails with that if one fails or they do not end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += arguments
@@ -332,7 +332,11 @@ def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout
             output, errors = agent.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             agent.terminate()  # which ends its ranks; killed, it would leave them behind
-            output, errors = agent.communicate(timeout=60)
+            try:
+                output, errors = agent.communicate(timeout=40)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                raise
             errors += f"\nno end in {timeout_s:g} s"
     said = output + errors
     assert agent.returncode == 0, f"{said[:6000]}\n[...]\n{said[-6000:]}"
@@ -370,4 +374,4 @@ class TestUnderTorchrun:
 
     @pytest.mark.gpu
     def test_one_gpu_with_mps(self, mps: Callable[[], dict[str, str]]) -> None:
-        passed_everywhere(torchrun(*TESTS, "gpu", environment=mps(), timeout_s=150))
+        passed_everywhere(torchrun(*TESTS, "gpu", environment=mps()))

@@ -365,10 +365,35 @@ def test_launches_of_one_batch_depend_on_each_other_too() -> None:
     assert together(first, read) == {"pdl"}
     assert together(first, f"{wait} {read}") == set()
     assert together(first.replace(done, ""), read) == set()  # it begins when the first has ended
-    assert together(first, f"{done} {wait}", read) == set()  # whoever is between has waited for the first
+    assert together(first, f"{wait} {done}", read) == set()  # the first is complete when the third begins
+    assert together(first, f"{done} {wait}", read) == {"pdl"}  # let go of before that
+    assert together(first, *[f"{done} {wait}"] * 3, read) == {"pdl"}
+    assert together(first, f"{done} {wait}", wait, read) == set()  # it begins when the one before has ended
     assert together(first, done, read) == {"pdl"}
     assert together(f"{wait} {done} {read}", "st.global.b32 [%d1], 1;") == {"pdl"}
     assert together(first, read, streams=(0, 1)) == {"race"}
+
+
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [
+        ("griddepcontrol.launch_dependents; griddepcontrol.wait;", {"pdl"}),
+        ("griddepcontrol.wait; griddepcontrol.launch_dependents;", set()),
+        ("griddepcontrol.wait;", set()),
+    ],
+)
+@pytest.mark.parametrize("others", [1, 3])
+def test_launches_of_earlier_batches_that_are_not_the_last(
+    between: str, found: set[str], others: int
+) -> None:
+    """What is between lets go of the last one before or behind its own wait for the first."""
+    a, b, c = words(), words(), words()
+    with emulator.device("sm_90a", on_finding="keep") as device:
+        device.launch(kernel(FIRST), [a, b], block=(1,))
+        for _ in range(others):
+            device.launch(kernel(between), [c, c], block=(1,), dependent=True)
+        device.launch(kernel(SECOND), [a, c], block=(1,), dependent=True)
+    assert checks(device.findings) == found
 
 
 def test_a_drained_stream_has_no_predecessor() -> None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 import bindings
-from bindings import mix, ops, workspace
+from bindings import dispatch, mix, ops, workspace
 from bindings.errors import FlashnextWarning, HandoffTimeout
 from bindings.targets import target_of
 from cute_kernels.hyper import mix_plan
+from profiling.graphs import count_by_kernel, kernel_names
 from tests.draw import Draw
 from tests.draw import mix as drawn
 from tests.harness import assert_same_bits, judge
@@ -293,68 +294,93 @@ def test_a_green_context() -> None:
 
 
 CLIENT = """
+import os, sys, time
+import torch
 import bindings
 from bindings import ops
 from tests.harness import judge
 from tests.ops.test_mix import inputs, on_cpu
-for T in (1, 12, 32):
-    args = inputs(T)
-    for _ in range(20):
-        result = ops.hc_mix(**args)
+calls = [inputs(T) for T in (1, 12, 32)]
+first = [ops.hc_mix(**args) for args in calls]
+for args, result in zip(calls, first):
     judge("hc_mix", on_cpu(args), (result,))
-    print(T, bindings.explain("hc_mix", **args).implementation)
+torch.cuda.synchronize()
+open(sys.argv[1], "w").close()
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.001)
+start = time.monotonic()
+while time.monotonic() < start + 1.5:
+    for args, expected in zip(calls, first):
+        results = [ops.hc_mix(**args) for _ in range(50)]
+        assert all(torch.equal(result, expected) for result in results)
+print("from", start, "to", time.monotonic())
 bindings.check()
+for args in calls:
+    print("served by", bindings.explain("hc_mix", **args).implementation)
 """
 
 
 @pytest.mark.parametrize(("percentage", "serves"), [(100, ONE), (40, TWO)], ids=["whole", "part"])
-def test_a_share_of_the_multi_process_service(
-    mps: Callable[[], dict[str, str]], percentage: int, serves: str
+def test_shares_of_the_multi_process_service(
+    mps: Callable[[], dict[str, str]], tmp_path: Path, percentage: int, serves: str
 ) -> None:
-    """Clients of CUDA's multi-process service, two at once. With all SMs each: one launch. With a part of
-    them, too small for its grid: two. Results are right, and nothing hangs, either way."""
+    """Two clients of CUDA's multi-process service, which launch for a second at the same time. With all SMs
+    each: one launch. With a part of them, too small for its grid: two. Results are right, and nothing hangs,
+    either way."""
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percentage), "PYTHONPATH": path}
-    words, environment = [sys.executable, "-c", CLIENT], {**os.environ, **mps(), **share}
+    environment, here = {**os.environ, **mps(), **share}, [str(tmp_path / name) for name in "ab"]
     with contextlib.ExitStack() as running:
         clients = []
-        for _ in range(2):
+        for own, other in (here, here[::-1]):
+            words = [sys.executable, "-c", CLIENT, own, other]
             client = subprocess.Popen(
                 words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
             running.callback(client.wait)
             running.callback(client.kill)
             clients.append(client)
+        spans = []
         for client in clients:
             said, _ = client.communicate(timeout=120)
             assert client.returncode == 0, said[-4000:]
-            assert re.findall(r"^\d+ (.+)$", said, re.M) == [serves] * 3, said[-4000:]
+            assert re.findall(r"^served by (.+)$", said, re.M) == [serves] * 3, said[-4000:]
+            spans += [tuple(map(float, span)) for span in re.findall(r"^from (\S+) to (\S+)$", said, re.M)]
+        (start, end), (other_start, other_end) = spans
+        assert min(end, other_end) - max(start, other_start) > 1
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("T", [1, 12, 32])
 def test_two_launches_have_the_bits_of_one(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches of both kinds in turn, on one workspace, and a replayed graph of the two."""
+    """Calls of both kinds in turn, on one workspace, and a replayed graph of two launches."""
     args = inputs(T)
     expected = ops.hc_mix(**args)
+
+    def force(launches: int) -> None:
+        sms = {1: 132, 2: 16}[launches]
+        monkeypatch.setattr(mix, "_multiprocessors", lambda call: sms)
+        dispatch.clear_plans()  # which were made on the other device
+        assert bindings.explain("hc_mix", **args).launches == launches
+
     for i in range(6):
-        with monkeypatch.context() as few:
-            if i % 2 == 0:
-                few.setattr(mix, "_multiprocessors", lambda call: 16)
-            result = torch.full_like(expected, float("nan"))
-            ops.hc_mix(**{**args, "normed": args["normed"].clone()}, out=result)
+        force(1 + i % 2)
+        result = torch.full_like(expected, float("nan"))
+        ops.hc_mix(**args, out=result)
         assert_same_bits(result, expected, f"call {i}")
-    with monkeypatch.context() as few:
-        few.setattr(mix, "_multiprocessors", lambda call: 16)
-        fresh = {**args, "normed": args["normed"].clone()}
-        assert bindings.explain("hc_mix", **fresh).implementation == TWO
-        graph, out = torch.cuda.CUDAGraph(), torch.full_like(expected, float("nan"))
-        with torch.cuda.graph(graph):
-            ops.hc_mix(**fresh, out=out)
+    force(2)
+    out = torch.full_like(expected, float("nan"))
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        ops.hc_mix(**args, out=out)
+    assert count_by_kernel(kernel_names(graph), ["hc_mix"]) == {"hc_mix": 2}
+    graph.instantiate()
+    monkeypatch.undo()
+    dispatch.clear_plans()
     for seed in (0, 1):
         more = inputs(T, seed=seed)
-        for name, tensor in fresh.items():
+        for name, tensor in args.items():
             if isinstance(tensor, Tensor):
                 tensor.copy_(more[name])
         out.fill_(float("nan"))

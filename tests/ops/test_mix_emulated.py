@@ -13,6 +13,7 @@ from bindings import mix as mix_bindings
 from bindings.errors import HandoffTimeout
 from cute_kernels.hyper import mix_plan
 from emulator.counters import Counters
+from emulator.findings import FindingsError
 from tests.draw import Draw, Inputs, mix
 from tests.harness import judge
 
@@ -177,3 +178,29 @@ def test_the_record_names_who_was_missing(target: str, late_publish: None) -> No
             judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
     finally:
         spaces.shared.renew()
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_w_up_may_come_from_the_kernel_directly_before(
+    target: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input but w_down may, and be read by whichever launch."""
+    inputs = mix(Draw("emulated"), T=2, dtype=torch.bfloat16, **SMALL)
+    plan = mix_plan.plan(64, 4, 32, 8, target)
+    assert isinstance(plan, mix_plan.MixPlan)
+    if launches == 2:
+        monkeypatch.setattr(mix_bindings, "_multiprocessors", lambda call: plan.cluster)
+    weight = torch.zeros(32, dtype=torch.bfloat16)
+    made = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with emulated.options(target=target), bindings.backend("emulator"):
+        ops.grouped_gemma_rmsnorm(made, weight, 1e-6, 32, out=inputs["w_up"])
+        mixed = ops.hc_mix(**inputs)
+        judge("hc_mix", inputs, (mixed,))
+        assert bindings.explain("hc_mix", **inputs).launches == launches
+        weight = torch.zeros(256, dtype=torch.bfloat16)
+        rows = torch.randn(32, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+        ops.grouped_gemma_rmsnorm(rows, weight, 1e-6, 64, out=inputs["w_down"])
+        with pytest.raises(FindingsError, match=r"w_down .* ahead of griddepcontrol\.wait"):
+            ops.hc_mix(**inputs)
+    spaces_of(plan).shared.renew()

@@ -63,4 +63,6 @@ def test_what_a_profiler_gets_of_hc_mix_is_what_is_served(rows: int) -> None:
     captured.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
-    assert captured.kernels is None or [parse.short_name(name) for name in captured.kernels] == ["HcMix"]
+    if captured.kernels is None:
+        pytest.skip("the bits are the same; the driver's bindings do not tell a graph's kernels")
+    assert [parse.short_name(name) for name in captured.kernels] == ["HcMix"]
