@@ -125,9 +125,8 @@ class Workspaces:
             self._finish()
 
     def _empty(self, *shape: int) -> Tensor:
-        with torch.inference_mode(
-            False
-        ):  # whatever the mode of the call that needs it, any call may clear it
+        """No inference tensor, whatever the mode of the call that needs it: any call may clear it."""
+        with torch.inference_mode(False):
             return torch.empty(shape, dtype=torch.int64, device=self.device)
 
     def _clear(self, workspaces: Tensor) -> None:

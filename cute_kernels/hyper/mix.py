@@ -284,10 +284,10 @@ class HcMix:
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.bars + s, p.down_rows * SLAB * 2)
             for i in range(x_boxes):
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.x_bars + i, p.x_box * p.bucket * SLAB * 2)
-        if has_up:
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.up_bar, p.up_bytes)
-        if has_down:
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.received_bar, p.received_bytes)
+        rest = ((smem.up_bar, p.up_bytes, has_up), (smem.received_bar, p.received_bytes, has_down))
+        for bar, count, awaited in rest:
+            if awaited:
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, count)
 
     def copy_slabs(self, atom, tile, to, first, count: int, bars, bar_step: int) -> None:
         """A warp's: `count` slabs from the first of `tile`, to consecutive slabs of shared memory."""
