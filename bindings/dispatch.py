@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -151,7 +151,8 @@ def resolve(call: Call, selection: Selection, device: torch.device | None = None
         raise InvalidArgument(f"{ENVIRONMENT}: got {wanted!r}, allowed {', '.join(BACKENDS)}")
     if wanted == "reference":
         return Resolution("reference", None, None, {}, (), f"asked for by {selection.origin}")
-    device = device or call.device
+    call = call if device is None else replace(call, placed=device)
+    device = call.device
     target = emulated.target() if wanted == "emulator" else targets.target_of(device)
     verdicts: list[Verdict] = []
     for implementation in IMPLEMENTATIONS.get(call.op.name, ()):
@@ -316,12 +317,16 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
         checked: Call, selection: Selection, tensors: tuple[Any, ...]
     ) -> tuple[Resolution, Callable[..., Any], Any]:
         """The first implementation in order that the device grants its launch, and what it returned."""
-        resolution = resolve(checked, selection)
-        run = _runner(checked, resolution, absent, out)
-        try:
-            return resolution, run, run(*tensors)
-        except NotGranted:
-            return granted(checked, selection, tensors)
+        refused: list[Implementation | None] = []
+        while True:
+            resolution = resolve(checked, selection)
+            run = _runner(checked, resolution, absent, out)
+            try:
+                return resolution, run, run(*tensors)
+            except NotGranted:
+                if resolution.implementation in refused:
+                    raise
+                refused.append(resolution.implementation)
 
     return call
 

@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ TARGET = "FLASHNEXT_TARGET"
 
 _lock = threading.RLock()  # one emulated device at a time, and the DSL's tracer
 _options: dict[str, Any] = {}
+_opened: weakref.WeakSet[emulator.Device] = weakref.WeakSet()
 
 
 def target() -> str:
@@ -42,7 +44,7 @@ def target() -> str:
 @contextlib.contextmanager
 def options(**values: Any) -> Iterator[None]:
     """Within the context, emulated calls use these options of `emulator.open_device` (target, checks,
-    schedule, seed, ...)."""
+    schedule, seed, ...). At its end they have drained: no later call depends on them."""
     from bindings import dispatch
 
     global _options
@@ -54,6 +56,8 @@ def options(**values: Any) -> Iterator[None]:
     finally:
         with _lock:
             _options = before
+            for opened in tuple(_opened):
+                opened.synchronize()
         dispatch.clear_plans()
 
 
@@ -61,7 +65,9 @@ def options(**values: Any) -> Iterator[None]:
 def _device(name: str, given: tuple[tuple[str, Any], ...]) -> emulator.Device:
     import emulator
 
-    return emulator.open_device(name, **dict(given))
+    opened = emulator.open_device(name, **dict(given))
+    _opened.add(opened)
+    return opened
 
 
 def device() -> emulator.Device:

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +13,7 @@ import torch
 from bindings import dispatch
 from bindings.checks import DEVICES, integer
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
-from bindings.registry import OPS, ModelConfig, NotGranted, Op, op_named
+from bindings.registry import OPS, Implementation, ModelConfig, NotGranted, Op, op_named
 
 SHARED = OPS["moe_finalize"].axes["shared"]
 
@@ -152,8 +151,8 @@ def _prepare(op: Op, config: WarmupConfig, device: torch.device) -> Iterator[Pre
     for rows in config.batch_sizes:
         call = op.examine(op.new_call(config.model, rows, "meta"), concrete=False)
         for params in ({}, {"vec_bytes": 16}) if config.unaligned else ({},):
-            prepared = None
-            while prepared is None:  # until the device grants what was resolved
+            refused: list[Implementation | None] = []
+            while True:  # until the device grants what was resolved
                 with dispatch.override(op.name, **params):
                     resolution = dispatch.resolve(call, dispatch.selected(), device)
                 if resolution.backend is None:
@@ -162,10 +161,16 @@ def _prepare(op: Op, config: WarmupConfig, device: torch.device) -> Iterator[Pre
                 loading = rows if implementation is None else implementation.rows_to_load(rows)
                 if (resolution.params, loading) in done:
                     break
-                with contextlib.suppress(NotGranted):
+                try:
                     prepared = _load(op, config.model, resolution, loading, device)
-                    done.append((resolution.params, loading))
-                    yield prepared
+                except NotGranted:
+                    if implementation in refused:
+                        raise
+                    refused.append(implementation)
+                    continue
+                done.append((resolution.params, loading))
+                yield prepared
+                break
 
 
 def _load(

@@ -196,14 +196,15 @@ class Call:
     pairs: tuple[Pair, ...]
     scalars: tuple[Any, ...]
     kernel_scalars: tuple[float, ...]
+    placed: torch.device | None = None
 
     def __getitem__(self, symbol: str) -> int:
         return self.dims[symbol]
 
     @property
     def device(self) -> torch.device:
-        """The one device of all tensors."""
-        return next(iter(self.tensors.values())).device
+        """The one device of all tensors; or `placed`, where a call of meta tensors stands for one there."""
+        return self.placed or next(iter(self.tensors.values())).device
 
     @property
     def rows(self) -> int:
@@ -244,9 +245,12 @@ class Guard:
     got: Callable[[Call], Any]
 
 
-class NotGranted(Exception):  # noqa: N818
+class NotGranted(RuntimeError):  # noqa: N818
     """Raised by a launch function that the device does not grant its launch. Nothing was launched, and from
     here on a guard of the implementation says so: the call is to be resolved again."""
+
+    def __init__(self) -> None:
+        super().__init__("the device does not grant this launch; resolved again, the call gets another one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,25 +93,29 @@ void emu_machine_traffic(emu_machine *m, uint32_t grid, uint64_t *out) {
         }
 }
 
-#define PAST 24 /* regions of earlier batches that are kept */
+#define PAST 2 /* batches that are kept */
 
 /* After a batch: forgets it, keeps what a dependent launch has yet to wait for. */
 void emu_machine_reset(emu_machine *m) {
-    int held_back = 0, dependents = 0;
+    int held_back = 1, dependents = 0;
     for (uint32_t i = 0; i < m->grid_count; i++) {
         emu_traffic *t = m->grids[i].traffic;
         for (uint32_t k = 0; t && k < 2 * m->region_count; k++) free(t[k / 2].seen[k % 2]);
         free(t);
     }
     for (uint32_t i = 0; i < m->grid_count; i++) {
-        held_back |= emu_holds_back(&m->grids[i]);
+        int stream_held_back = 0; /* on each stream a grid has to */
+        for (uint32_t k = 0; k < m->grid_count; k++)
+            stream_held_back |= m->grids[k].stream == m->grids[i].stream && emu_holds_back(&m->grids[k]);
+        held_back &= stream_held_back;
         dependents |= m->grids[i].launched_dependents;
     }
-    if (held_back || !m->grid_count) drop_regions(&m->past, &m->past_count);
-    while (m->past_count > PAST) {
-        emu_region_free(m->past);
-        memmove(m->past, m->past + 1, --m->past_count * sizeof *m->past);
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < m->past_count; i++) {
+        if (held_back || ++m->past[i].age == PAST) emu_region_free(&m->past[i]);
+        else m->past[kept++] = m->past[i];
     }
+    m->past_count = kept;
     if (dependents) {
         m->past = realloc(m->past, (m->past_count + m->region_count + 1) * sizeof *m->past);
         for (uint32_t i = 0; i < m->region_count; i++)

@@ -92,7 +92,7 @@ typedef struct emu_delayed emu_delayed;
 
 typedef struct {
     uint64_t lo, hi;
-    uint32_t flags, name;
+    uint32_t flags, name, age; /* age: batches since, of past */
     emu_cell *cells;      /* of this batch, made when first touched */
     uint8_t *copy;        /* past: the bytes as the launch left them; what the host changed since is no dependency */
     uint8_t *written;     /* REGION_TRACK: one a byte, kept by the caller over launches */
@@ -132,15 +132,13 @@ struct emu_grid {
     emu_cluster **resident;
     uint32_t resident_count;
     uint32_t waited;                 /* some warp executed griddepcontrol.wait */
-    uint32_t released_late;          /* a CTA first executed launch_dependents behind its wait: so no dependent begins earlier */
+    uint32_t released_late;          /* some CTA let dependents begin behind a wait only: by launch_dependents, or by its end */
     uint64_t counters[EMU_C_COUNT];
     emu_traffic *traffic;            /* by region of the batch; made when first touched */
 };
 
-/* Whether all that came before a grid is complete when its dependents begin. */
-static inline int emu_holds_back(const emu_grid *g) {
-    return !g->launched_dependents || !g->dependent || (g->waited && g->released_late);
-}
+/* Whether all that came before a grid is complete when what comes behind it begins. */
+static inline int emu_holds_back(const emu_grid *g) { return !g->dependent || (g->waited && g->released_late); }
 
 #define SYNC_BUCKETS 4096
 struct emu_machine {

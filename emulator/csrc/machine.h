@@ -92,7 +92,7 @@ struct emu_cta {
     struct emu_mbar *mbars;
     emu_warp **warps;
     uint32_t warp_count, live_warps;
-    uint32_t launched_dependents, sm;
+    uint32_t launched_dependents, released_early, sm; /* early: by a warp that was not behind a wait */
     uint32_t pair_allocs; /* tcgen05.alloc.cta_group::2 executed */
 };
 

@@ -169,13 +169,12 @@ int emu_after_wait(emu_warp *w) {
 }
 
 /* Whether a grid that began without waiting may run beside an agent of the batch, or (~0) beside the launches before the batch:
- * its predecessor let it begin, and so on backwards as long as each let go of the next before it had waited itself. */
+ * beside its predecessor if that let it begin, and beside those before it as long as none was complete only behind its wait. */
 static int beside(const emu_grid *g, uint32_t agent) {
     for (uint32_t i = g->index; i--;) {
         const emu_grid *p = &g->machine->grids[i];
         if (p->stream != g->stream) continue;
-        if (!p->launched_dependents) return 0;
-        if (agent - p->agent_base < p->agents) return 1;
+        if (agent - p->agent_base < p->agents) return p->launched_dependents;
         if (emu_holds_back(p)) return 0;
     }
     return agent == ~0u;

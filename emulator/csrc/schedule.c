@@ -137,7 +137,10 @@ static void free_cluster(emu_cluster *c) {
     for (uint32_t rank = 0; rank < c->size; rank++) {
         emu_cta *cta = c->ctas[rank];
         if (cta->launched_dependents) c->grid->launched_dependents = 1;
-        for (uint32_t i = 0; i < cta->warp_count; i++) free_warp(cta->warps[i]);
+        for (uint32_t i = 0; i < cta->warp_count; i++) {
+            if (cta->warps[i]->run->waited_dependency && !cta->released_early) c->grid->released_late = 1;
+            free_warp(cta->warps[i]);
+        }
         for (int i = 0; i < 16; i++) {
             emu_sync_free(&cta->bars[i].arriving);
             emu_sync_free(&cta->bars[i].done);

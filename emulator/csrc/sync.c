@@ -362,8 +362,8 @@ void emu_dependency_wait(emu_warp *w, uint32_t mask) {
 
 void emu_launch_dependents(emu_warp *w, uint32_t mask) {
     (void)mask;
-    if (!w->cta->launched_dependents && emu_after_wait(w)) w->cta->grid->released_late = 1;
     w->cta->launched_dependents = 1;
+    if (!emu_after_wait(w)) w->cta->released_early = 1;
 }
 
 int emu_poll(emu_warp *w, emu_group *g) {

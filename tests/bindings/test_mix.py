@@ -160,22 +160,26 @@ def test_a_refused_launch_is_not_tried_again(
 @pytest.fixture
 def refusing(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A device that does not grant one launch, though nothing says so before it is tried; what was launched,
-    or tried. After the first try a guard says so."""
+    or tried. After the first try the guard says so. Calls are made with CPU tensors, which guards take for
+    tensors of that device; those of meta tensors they see as they are."""
     tried: list[str] = []
-    granted = [True]
+
+    def here(call: Any) -> bool:
+        return call.device.type in ("cpu", "cuda")
 
     def load(self: mix.MixKernel, target: str, params: Any) -> Callable[..., Any]:
         def launch(normed: Tensor, w_down: Tensor, w_up: Tensor, out: Tensor, streams: int) -> None:
             tried.append(self.launch)
             if self.launch == "cooperative":
-                granted[0] = False
+                refused.append("refused: as the test has it")
                 raise NotGranted
             out.copy_(reference.hc_mix(normed, w_down, w_up, streams))
 
         return launch
 
     monkeypatch.setattr(mix.MixKernel, "load", load)
-    monkeypatch.setattr(mix, "_refusal", lambda call: None if granted[0] else "refused: as the test has it")
+    refused: list[str] = []
+    monkeypatch.setattr(mix, "_refusal", lambda call: refused[0] if refused and here(call) else None)
     dispatch.clear_plans()
     return tried
 
@@ -217,14 +221,44 @@ def test_a_plan_from_before_the_refusal_is_given_up(
 
 def test_warmup_of_a_device_that_refuses(refusing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a capture then finds is ready."""
-    report = bindings.warmup(
-        bindings.WarmupConfig(ops=("hc_mix",), batch_sizes=(1, 3), model=SMALL, devices=("cpu",))
-    )
-    assert [entry.implementation for entry in report.entries] == [TWO]
+    config = bindings.WarmupConfig(ops=("hc_mix",), batch_sizes=(1, 3), model=SMALL, devices=("cpu",))
+    assert [entry.implementation for entry in bindings.warmup(config).entries] == [TWO]
     assert refusing == ["cooperative", "split"]
     monkeypatch.setattr(dispatch, "capturing", lambda device: True)
     ops.hc_mix(**make("hc_mix"))
     assert refusing == ["cooperative", "split", "split"]
+
+
+def test_guards_of_a_warmup_see_its_device(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls are of meta tensors."""
+    seen: list[str] = []
+
+    def sms(call: Any) -> int | None:
+        seen.append(call.device.type)
+        return plan_of_the_call().cluster if call.device.type == "cpu" else None
+
+    monkeypatch.setattr(mix, "_multiprocessors", sms)
+    config = bindings.WarmupConfig(ops=("hc_mix",), batch_sizes=(1,), model=SMALL, devices=("cpu",))
+    assert [entry.implementation for entry in bindings.warmup(config).entries] == [TWO]
+    assert compiled.last.params["launch"] == "split"
+    assert set(seen) == {"cpu"}
+
+
+def test_an_implementation_that_is_refused_twice_is_an_error(
+    compiled: Jit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guards should have said so."""
+
+    def never(*args: Any) -> None:
+        raise NotGranted
+
+    monkeypatch.setattr(mix.MixKernel, "load", lambda self, target, params: never)
+    dispatch.clear_plans()
+    with pytest.raises(NotGranted, match="does not grant this launch"):
+        ops.hc_mix(**make("hc_mix"))
+    config = bindings.WarmupConfig(ops=("hc_mix",), batch_sizes=(1,), model=SMALL, devices=("cpu",))
+    with pytest.raises(NotGranted):
+        bindings.warmup(config)
 
 
 def test_a_refusal_inside_a_capture_is_an_error(launch: Callable[..., Tensor]) -> None:

@@ -9,10 +9,12 @@ Ranks run the same tests in the same order; what a test needs of the others it g
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -315,7 +317,7 @@ def test_nothing_stays_behind(world: World) -> None:
 # --- under plain pytest: torchrun is started here
 
 
-def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 200) -> str:
+def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 170) -> str:
     """Runs four ranks; what they wrote. Fails with that if one fails or they do not end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += arguments
@@ -332,15 +334,24 @@ def torchrun(*arguments: str, environment: dict[str, str] | None = None, timeout
             output, errors = agent.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             agent.terminate()  # which ends its ranks; killed, it would leave them behind
-            try:
-                output, errors = agent.communicate(timeout=40)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                raise
+            output, errors = end(agent)
             errors += f"\nno end in {timeout_s:g} s"
     said = output + errors
     assert agent.returncode == 0, f"{said[:6000]}\n[...]\n{said[-6000:]}"
     return output
+
+
+def end(agent: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends torchrun's agent, whom it has asked to, and its ranks; what they wrote."""
+    try:
+        return agent.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        agent.kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+        return agent.communicate(timeout=10)
 
 
 TESTS = ("-m", "pytest", "tests/collectives", "-q", "-p", "no:cacheprovider", "-m")

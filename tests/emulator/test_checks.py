@@ -347,14 +347,16 @@ def test_reading_a_predecessors_output_before_the_wait() -> None:
     assert dependent(right) == set()
 
 
-def together(*bodies: str, streams: tuple[int, ...] = ()) -> set[str]:
-    """Dependent launches of one batch, on one stream or as told."""
+def together(*bodies: str, streams: tuple[int, ...] = (), grid: int = 1) -> set[str]:
+    """Dependent launches of one batch, on one stream or as told. grid: CTAs of all but the first and the
+    last."""
     a, b = words(), words()
     with emulator.device("sm_90a", on_finding="keep") as device:
         with device.together():
             for i, body in enumerate(bodies):
                 with device.stream(streams[i] if streams else 0):
-                    device.launch(kernel(body), [a, b], block=(1,), dependent=True)
+                    ctas = grid if 0 < i < len(bodies) - 1 else 1
+                    device.launch(kernel(body), [a, b], grid=(ctas,), block=(1,), dependent=True)
         return checks(device.findings)
 
 
@@ -369,6 +371,9 @@ def test_launches_of_one_batch_depend_on_each_other_too() -> None:
     assert together(first, f"{done} {wait}", read) == {"pdl"}  # let go of before that
     assert together(first, *[f"{done} {wait}"] * 3, read) == {"pdl"}
     assert together(first, f"{done} {wait}", wait, read) == set()  # it begins when the one before has ended
+    assert together(first, "mov.u32 %r3, 0;", read) == {"pdl"}  # and that waited for nobody
+    once = "mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 0; @%p1 griddepcontrol.launch_dependents;"
+    assert together(first, f"{once} {wait}", read, grid=2) == set()  # the other CTA lets go at its end
     assert together(first, done, read) == {"pdl"}
     assert together(f"{wait} {done} {read}", "st.global.b32 [%d1], 1;") == {"pdl"}
     assert together(first, read, streams=(0, 1)) == {"race"}
@@ -382,16 +387,12 @@ def test_launches_of_one_batch_depend_on_each_other_too() -> None:
         ("griddepcontrol.wait;", set()),
     ],
 )
-@pytest.mark.parametrize("others", [1, 3])
-def test_launches_of_earlier_batches_that_are_not_the_last(
-    between: str, found: set[str], others: int
-) -> None:
+def test_the_launch_before_the_last(between: str, found: set[str]) -> None:
     """What is between lets go of the last one before or behind its own wait for the first."""
     a, b, c = words(), words(), words()
     with emulator.device("sm_90a", on_finding="keep") as device:
         device.launch(kernel(FIRST), [a, b], block=(1,))
-        for _ in range(others):
-            device.launch(kernel(between), [c, c], block=(1,), dependent=True)
+        device.launch(kernel(between), [c, c], block=(1,), dependent=True)
         device.launch(kernel(SECOND), [a, c], block=(1,), dependent=True)
     assert checks(device.findings) == found
 

@@ -279,6 +279,7 @@ def test_a_green_context() -> None:
         after.callback(driver.cuStreamDestroy, stream)
         after.callback(workspaces(12).shared.renew)
         after.callback(torch.cuda.synchronize)
+        after.callback(dispatch.clear_plans)  # which remember the refusal too
         after.callback(mix._refused[plan(12)].clear)
         with torch.cuda.stream(torch.cuda.ExternalStream(int(stream))):
             workspaces(12).of(key(), False)[plan(12).control + mix_plan.LIMIT] = 10**9
@@ -290,6 +291,7 @@ def test_a_green_context() -> None:
         for result in results:
             assert_same_bits(result, expected, "in the green context")
         assert not workspaces(12).expired
+    assert bindings.explain("hc_mix", **args).implementation == ONE
     assert_same_bits(ops.hc_mix(**args), expected, "on the whole device")
 
 
@@ -306,7 +308,9 @@ for args, result in zip(calls, first):
     judge("hc_mix", on_cpu(args), (result,))
 torch.cuda.synchronize()
 open(sys.argv[1], "w").close()
+end = time.monotonic() + 60
 while not os.path.exists(sys.argv[2]):
+    assert time.monotonic() < end, "the other client does not come"
     time.sleep(0.001)
 start = time.monotonic()
 while time.monotonic() < start + 1.5:
@@ -342,9 +346,9 @@ def test_shares_of_the_multi_process_service(
             running.callback(client.kill)
             clients.append(client)
         spans = []
-        for client in clients:
-            said, _ = client.communicate(timeout=120)
-            assert client.returncode == 0, said[-4000:]
+        outputs = [client.communicate(timeout=120)[0] for client in clients]
+        for client, said in zip(clients, outputs, strict=True):
+            assert client.returncode == 0, "\n---\n".join(text[-4000:] for text in outputs)
             assert re.findall(r"^served by (.+)$", said, re.M) == [serves] * 3, said[-4000:]
             spans += [tuple(map(float, span)) for span in re.findall(r"^from (\S+) to (\S+)$", said, re.M)]
         (start, end), (other_start, other_end) = spans
@@ -374,7 +378,6 @@ def test_two_launches_have_the_bits_of_one(T: int, monkeypatch: pytest.MonkeyPat
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         ops.hc_mix(**args, out=out)
-    assert count_by_kernel(kernel_names(graph), ["hc_mix"]) == {"hc_mix": 2}
     graph.instantiate()
     monkeypatch.undo()
     dispatch.clear_plans()
@@ -386,6 +389,11 @@ def test_two_launches_have_the_bits_of_one(T: int, monkeypatch: pytest.MonkeyPat
         out.fill_(float("nan"))
         graph.replay()
         assert_same_bits(out, ops.hc_mix(**more), f"replay {seed}")
+    try:
+        names = kernel_names(graph)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"the bits are right; the driver does not tell a graph's kernels: {error}")
+    assert count_by_kernel(names, ["hc_mix"]) == {"hc_mix": 2}
 
 
 def plan(T: int) -> mix_plan.MixPlan:

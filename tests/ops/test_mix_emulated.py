@@ -194,6 +194,7 @@ def test_w_up_may_come_from_the_kernel_directly_before(
     weight = torch.zeros(32, dtype=torch.bfloat16)
     made = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     with emulated.options(target=target), bindings.backend("emulator"):
+        emulated.device().synchronize()
         ops.grouped_gemma_rmsnorm(made, weight, 1e-6, 32, out=inputs["w_up"])
         mixed = ops.hc_mix(**inputs)
         judge("hc_mix", inputs, (mixed,))
