@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from bindings.registry import (
     Op,
 )
 from cute_kernels.gdn.config import VALUE_TILES
+
+Answer = TypeVar("Answer")
 
 BACKENDS = ("auto", "cute", "emulator", "reference")
 
@@ -175,6 +177,22 @@ def resolve(call: Call, selection: Selection, device: torch.device | None = None
     return Resolution(None, None, target, {}, tuple(verdicts), reason)
 
 
+def until_granted(
+    resolved: Callable[[], Resolution], attempt: Callable[[Resolution], Answer]
+) -> tuple[Resolution, Answer]:
+    """The first resolution, of those made anew after each refusal, that the device grants its launch, and
+    what the attempt to launch it returned. An implementation that is refused twice raises NotGranted."""
+    refused: list[Implementation | None] = []
+    while True:
+        resolution = resolved()
+        try:
+            return resolution, attempt(resolution)
+        except NotGranted:
+            if resolution.implementation in refused:
+                raise
+            refused.append(resolution.implementation)
+
+
 def _judge(
     implementation: Implementation, call: Call, target: str | None, device: torch.device
 ) -> list[Verdict]:
@@ -302,7 +320,12 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
             return _through_torch(op, tensors, scalars, inputs, absent)
         arguments = Arguments((*tensors[:inputs], *(None,) * absent), scalars, tensors[inputs:])
         checked = op.examine(arguments)
-        resolution, run, result = granted(checked, selection, tensors)
+
+        def attempt(resolution: Resolution) -> tuple[Callable[..., Any], Any]:
+            run = _runner(checked, resolution, absent, out)
+            return run, run(*tensors)
+
+        resolution, (run, result) = until_granted(lambda: resolve(checked, selection), attempt)
         if checked.rows:
             mark_ready(resolution, checked.device)
         position = {name: i for i, name in enumerate((*op.inputs[:inputs], *(op.outs if out else ())))}
@@ -312,21 +335,6 @@ def caller(name: str, *, out: bool = False, absent: int = 0, direct: bool = True
         ]
         cache.use(Plan(run, tensors, scalars, selection, pairs))
         return result
-
-    def granted(
-        checked: Call, selection: Selection, tensors: tuple[Any, ...]
-    ) -> tuple[Resolution, Callable[..., Any], Any]:
-        """The first implementation in order that the device grants its launch, and what it returned."""
-        refused: list[Implementation | None] = []
-        while True:
-            resolution = resolve(checked, selection)
-            run = _runner(checked, resolution, absent, out)
-            try:
-                return resolution, run, run(*tensors)
-            except NotGranted:
-                if resolution.implementation in refused:
-                    raise
-                refused.append(resolution.implementation)
 
     return call
 

@@ -30,7 +30,7 @@ TARGET = "FLASHNEXT_TARGET"
 
 _lock = threading.RLock()  # one emulated device at a time, and the DSL's tracer
 _options: dict[str, Any] = {}
-_opened: weakref.WeakSet[emulator.Device] = weakref.WeakSet()
+_opened: weakref.WeakSet[emulator.Device] = weakref.WeakSet()  # those of `_device` that are in use
 
 
 def target() -> str:

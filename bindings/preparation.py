@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from bindings import dispatch
 from bindings.checks import DEVICES, integer
 from bindings.errors import BackendUnavailable, InvalidArgument, WarmupRequired
-from bindings.registry import OPS, Implementation, ModelConfig, NotGranted, Op, op_named
+from bindings.registry import OPS, ModelConfig, Op, op_named
 
 SHARED = OPS["moe_finalize"].axes["shared"]
 
@@ -148,29 +149,29 @@ def _check(config: WarmupConfig) -> None:
 
 def _prepare(op: Op, config: WarmupConfig, device: torch.device) -> Iterator[Prepared]:
     done: list[tuple[Mapping[str, Any], int]] = []
-    for rows in config.batch_sizes:
+
+    def resolve(rows: int, params: Mapping[str, Any]) -> dispatch.Resolution:
         call = op.examine(op.new_call(config.model, rows, "meta"), concrete=False)
+        with dispatch.override(op.name, **params):
+            resolution = dispatch.resolve(call, dispatch.selected(), device)
+        if resolution.backend is None:
+            raise BackendUnavailable(f"{op.name}: {resolution.reason}")
+        return resolution
+
+    def load(rows: int, resolution: dispatch.Resolution) -> Prepared | None:
+        implementation = resolution.implementation
+        loading = rows if implementation is None else implementation.rows_to_load(rows)
+        if (resolution.params, loading) in done:
+            return None
+        prepared = _load(op, config.model, resolution, loading, device)
+        done.append((resolution.params, loading))
+        return prepared
+
+    for rows in config.batch_sizes:
         for params in ({}, {"vec_bytes": 16}) if config.unaligned else ({},):
-            refused: list[Implementation | None] = []
-            while True:  # until the device grants what was resolved
-                with dispatch.override(op.name, **params):
-                    resolution = dispatch.resolve(call, dispatch.selected(), device)
-                if resolution.backend is None:
-                    raise BackendUnavailable(f"{op.name}: {resolution.reason}")
-                implementation = resolution.implementation
-                loading = rows if implementation is None else implementation.rows_to_load(rows)
-                if (resolution.params, loading) in done:
-                    break
-                try:
-                    prepared = _load(op, config.model, resolution, loading, device)
-                except NotGranted:
-                    if implementation in refused:
-                        raise
-                    refused.append(implementation)
-                    continue
-                done.append((resolution.params, loading))
+            _, prepared = dispatch.until_granted(partial(resolve, rows, params), partial(load, rows))
+            if prepared is not None:
                 yield prepared
-                break
 
 
 def _load(

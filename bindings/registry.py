@@ -186,7 +186,8 @@ class Call:
     """A call that passed its contract: what guards and constexpr choices may look at.
 
     tensors: those present, inputs and given outputs. dims: extents by the contract's symbols. scalars: the
-    contract's; kernel_scalars: the run-time ones that a compiled kernel takes after its tensors.
+    contract's; kernel_scalars: the run-time ones that a compiled kernel takes after its tensors. placed: the
+    device that the tensors, meta ones, stand for some on.
     """
 
     op: Op
@@ -203,7 +204,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """The one device of all tensors; or `placed`, where a call of meta tensors stands for one there."""
+        """The one device of all tensors, or `placed`."""
         return self.placed or next(iter(self.tensors.values())).device
 
     @property

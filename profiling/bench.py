@@ -143,6 +143,14 @@ def capture(device: protocol.Device, case: Case, version: Version) -> None:
         device.synchronize()  # an error of the device is final, and raised here
 
 
+def note(record: dict[str, Any], versions: Sequence[Version]) -> None:
+    """Enters captured versions into the record of a run, and says what went wrong."""
+    record["versions"] = [version.to_json() for version in versions]
+    for version in versions:
+        if version.error:
+            say(f"  {version.name}: {version.error}")
+
+
 def measure(
     device: protocol.Device,
     case: Case,
@@ -231,10 +239,7 @@ def run_case(
                 capture(device, case, version)
                 versions.append(version)
                 tick()
-        run["versions"] = [version.to_json() for version in versions]
-        for version in versions:
-            if version.error:
-                say(f"  {version.name}: {version.error}")
+        note(run, versions)
         measure(device, case, run, versions, settings)
         if not options.no_host and OURS in {v.name for v in versions if not v.error}:
             measure_host(device, case, run, settings)

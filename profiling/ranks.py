@@ -33,7 +33,7 @@ from collectives.communicator import Communicator
 from collectives.launch import Form
 from profiling import acceptance, cases, floors, host, peers, stats, world
 from profiling.acceptance import AGAIN, EMPTY, LINK, OURS, UNFUSED, Target
-from profiling.bench import SCHEMA, Version, capture, measure, run_table
+from profiling.bench import SCHEMA, Version, capture, measure, note, run_table
 from profiling.cases import Case, Inputs
 from profiling.collective import ADDCMUL, FINALIZE, GATED, OP, bits_of, near
 from profiling.console import phase, say, write
@@ -217,10 +217,7 @@ def run(
                 version.error = group.agreed(version.error)
             versions.append(version)
             tick()
-    record["versions"] = [version.to_json() for version in versions]
-    for version in versions:
-        if version.error:
-            say(f"  {version.name}: {version.error}")
+    note(record, versions)
 
     def merge(metric: str, samples: Any) -> Any:
         merged = group.slowest(samples)
