@@ -166,9 +166,14 @@ class MixPlan:
         return self.up_slabs * self.bucket * SLAB * 2
 
     @property
+    def late_pool_bytes(self) -> int:
+        """Of the pool once the weights of the down projection are done with."""
+        return _round_up(self.inner_offset + self.inner_bytes, 1024)
+
+    @property
     def pool_bytes(self) -> int:
         weights = self.down_slabs * self.down_stride * SLAB * 2
-        return _round_up(max(weights, self.inner_offset + self.inner_bytes), 1024)
+        return max(_round_up(weights, 1024), self.late_pool_bytes)
 
     @property
     def up_bytes(self) -> int:

@@ -354,7 +354,8 @@ def end(agent: subprocess.Popen[str]) -> tuple[str, str]:
         return agent.communicate(timeout=10)
 
 
-TESTS = ("-m", "pytest", "tests/collectives", "-q", "-p", "no:cacheprovider", "-m")
+TESTS = ("-m", "pytest", "tests/collectives", "-q", "-p", "no:cacheprovider")
+TESTS += ("-o", "faulthandler_timeout=100", "-m")  # seconds of one test, then it says where it is
 
 
 def passed_everywhere(output: str) -> None:
