@@ -22,7 +22,7 @@ def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[
     start; that it serves a first client is asserted."""
     names = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
     environment = {name: str(tmp_path_factory.mktemp("mps")) for name in names}
-    # A client owns its connections to the device: four with the 32 of conftest.py are more than there are.
+    # A client owns its connections to the device, and four clients with conftest.py's 32 are one too many.
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # the service sees these alone, and its clients number them anew
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
