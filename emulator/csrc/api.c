@@ -93,11 +93,26 @@ void emu_machine_traffic(emu_machine *m, uint32_t grid, uint64_t *out) {
         }
 }
 
+/* At the end of a batch: whether a later launch may begin beside this grid of it. */
+static uint32_t stays_open(const emu_machine *m, const emu_grid *g) {
+    for (uint32_t i = g->index + 1; i < m->grid_count; i++)
+        if (m->grids[i].stream == g->stream && emu_holds_back(&m->grids[i])) return 0;
+    return g->launched_dependents;
+}
+
+/* Keeps of a mark what a grid made that stays open. */
+static void keep_open(const emu_machine *m, uint32_t *tag) {
+    for (uint32_t i = 0; *tag && i < m->grid_count; i++) {
+        const emu_grid *g = &m->grids[i];
+        if (TAG_AGENT(*tag) - g->agent_base < g->agents && !g->open) *tag = 0;
+    }
+}
+
 #define PAST 2 /* batches that are kept */
 
 /* After a batch: forgets it, keeps what a dependent launch has yet to wait for. */
 void emu_machine_reset(emu_machine *m) {
-    int held_back = 1, dependents = 0;
+    int held_back = 1, dependents = 0, all_open = 1;
     for (uint32_t i = 0; i < m->grid_count; i++) {
         emu_traffic *t = m->grids[i].traffic;
         for (uint32_t k = 0; t && k < 2 * m->region_count; k++) free(t[k / 2].seen[k % 2]);
@@ -108,7 +123,9 @@ void emu_machine_reset(emu_machine *m) {
         for (uint32_t k = 0; k < m->grid_count; k++)
             stream_held_back |= m->grids[k].stream == m->grids[i].stream && emu_holds_back(&m->grids[k]);
         held_back &= stream_held_back;
-        dependents |= m->grids[i].launched_dependents;
+        m->grids[i].open = stays_open(m, &m->grids[i]);
+        dependents |= m->grids[i].open;
+        all_open &= m->grids[i].open;
     }
     uint32_t kept = 0;
     for (uint32_t i = 0; i < m->past_count; i++) {
@@ -122,6 +139,11 @@ void emu_machine_reset(emu_machine *m) {
             if (m->regions[i].cells) {
                 emu_region *r = &m->past[m->past_count++];
                 *r = m->regions[i];
+                for (uint64_t at = r->lo & ~3ull; at < r->hi && !all_open; at += 4) {
+                    emu_cell *c = &r->cells[(at - (r->lo & ~3ull)) / 4];
+                    keep_open(m, &c->write_tag);
+                    keep_open(m, &c->read_tag);
+                }
                 r->copy = malloc(r->hi - r->lo);
                 if (r->copy) memcpy(r->copy, (void *)(uintptr_t)r->lo, r->hi - r->lo);
             }

@@ -133,6 +133,7 @@ struct emu_grid {
     uint32_t resident_count;
     uint32_t waited;                 /* some warp executed griddepcontrol.wait */
     uint32_t released_late;          /* some CTA let dependents begin behind a wait only: by launch_dependents, or by its end */
+    uint32_t open;                   /* at the end of the batch: a later launch may begin beside it */
     uint64_t counters[EMU_C_COUNT];
     emu_traffic *traffic;            /* by region of the batch; made when first touched */
 };

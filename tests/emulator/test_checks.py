@@ -397,6 +397,24 @@ def test_the_launch_before_the_last(between: str, found: set[str]) -> None:
     assert checks(device.findings) == found
 
 
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ("griddepcontrol.launch_dependents; griddepcontrol.wait;", {"pdl"}),
+        ("griddepcontrol.wait; griddepcontrol.launch_dependents;", set()),
+    ],
+)
+def test_a_launch_behind_a_batch(last: str, found: set[str]) -> None:
+    """It may begin beside those of the batch that the last one of their stream did not wait for."""
+    a, b, c = words(), words(), words()
+    with emulator.device("sm_90a", on_finding="keep") as device:
+        with device.together():
+            device.launch(kernel(FIRST), [a, b], block=(1,))
+            device.launch(kernel(last), [c, c], block=(1,), dependent=True)
+        device.launch(kernel(SECOND), [a, c], block=(1,), dependent=True)
+    assert checks(device.findings) == found
+
+
 def test_a_drained_stream_has_no_predecessor() -> None:
     a, b = words(), words()
     with emulator.device("sm_90a") as device:
