@@ -8,8 +8,6 @@ device and strides, but no address: `concrete=False` leaves alignment and overla
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bindings.errors import InvalidArgument
+from collectives.checks import finite, shown
 
 ACT = (torch.bfloat16, torch.float16)
 FP32 = (torch.float32,)
@@ -37,21 +36,17 @@ _MAY_BE_EMPTY = frozenset({"T", "B", "N", "P", "T*K"})
 
 def real(op: str, name: str, value: Any) -> float:
     """`value` as a float, or InvalidArgument: a finite real number, no bool and no tensor."""
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise InvalidArgument(f"{op}: {name}: got {_shown(value)}, allowed a finite number")
+    found = finite(value)
+    if found is None:
+        raise InvalidArgument(f"{op}: {name}: got {shown(value)}, allowed a finite number")
+    return found
 
 
 def integer(op: str, name: str, value: Any) -> int:
     """`value` as an int, or InvalidArgument: an integer, no bool and no tensor."""
     if not isinstance(value, (bool, Tensor)) and hasattr(type(value), "__index__"):
         return operator.index(value)
-    raise InvalidArgument(f"{op}: {name}: got {_shown(value)}, allowed an integer")
-
-
-def _shown(value: Any) -> str:
-    """A value in a message; a tensor by its type alone, since printing one may wait for its device."""
-    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+    raise InvalidArgument(f"{op}: {name}: got {shown(value)}, allowed an integer")
 
 
 def extent_bytes(t: Tensor) -> int:

@@ -33,11 +33,12 @@ _refused: dict[mix_plan.MixPlan, set[int]] = {}
 
 
 def _plans(call: Call) -> list[mix_plan.MixPlan | str]:
-    """The plan of every target that may run the call, or why it has none."""
-    target = targets.target_of(call.device)
+    """The plan of every target that may run the call, or why it has none. What is on no GPU the emulator may
+    run, as its target."""
+    here = targets.target_of(call.device) if call.device.type == "cuda" else emulated.target()
     bucket = mix_plan.bucket_of(min(max(call["T"], 1), MAX_ROWS))
     shape = call["W"] // call["C"], call["C"], call["R"]
-    return [mix_plan.plan(*shape, bucket, t) for t in ((target,) if target else targets.TARGETS)]
+    return [mix_plan.plan(*shape, bucket, t) for t in ((here,) if here else targets.TARGETS)]
 
 
 def _geometry(call: Call) -> str:
@@ -114,8 +115,7 @@ class MixKernel(Kernel):
 
     def load(self, target: str, params: Mapping[str, Any]) -> Callable[..., Any]:
         kernel = super().load(target, params)
-        shape = (params[name] for name in ("hidden", "streams", "low_rank", "bucket"))
-        plan = mix_plan.plan(*shape, target)
+        plan = _plan_of(params, target)
         assert isinstance(plan, mix_plan.MixPlan)
         return launcher(kernel, plan, cooperative=self.launch == "cooperative")
 
@@ -130,9 +130,9 @@ class MixKernel(Kernel):
         for dtype in op.axes["dtype"]:
             for rows in mix_plan.BUCKETS:
                 arguments = op.new_call(replace(model, dtype=dtype), rows, "meta")
-                call = op.examine(arguments, concrete=False)
-                if all(guard.holds(call) for guard in self.guards):
-                    yield self.specialise(call, target)
+                found = self.specialise(op.examine(arguments, concrete=False), target)
+                if isinstance(_plan_of(found, target), mix_plan.MixPlan):
+                    yield found
 
 
 def params(call: Call) -> dict[str, Any]:
@@ -144,6 +144,11 @@ def params(call: Call) -> dict[str, Any]:
         "low_rank": call["R"],
         "bucket": mix_plan.bucket_of(max(call["T"], 1)),
     }
+
+
+def _plan_of(params: Mapping[str, Any], target: str) -> mix_plan.MixPlan | str:
+    """The plan of constexpr parameters, or why there is none."""
+    return mix_plan.plan(*(params[name] for name in ("hidden", "streams", "low_rank", "bucket")), target)
 
 
 def launcher(

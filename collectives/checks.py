@@ -6,6 +6,7 @@ Messages have the form of the operators': `all_reduce: x: got shape (1, 8), allo
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -65,34 +66,52 @@ def store(op: str, value: Any) -> None:
         fail(op, "store", got, "a torch.distributed.Store, such as a TCPStore")
 
 
+def group(op: str, value: Any) -> None:
+    """A process group, of this process or not."""
+    import torch.distributed as dist
+
+    if not isinstance(value, dist.ProcessGroup) and value != dist.GroupMember.NON_GROUP_MEMBER:
+        fail(op, "group", f"a {type(value).__name__}", "a torch.distributed.ProcessGroup or None")
+
+
 def scalar(op: str, name: str, value: Any, at_least: float | None = None) -> float:
-    """A finite real number."""
-    if (
-        isinstance(value, (bool, Tensor))
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or (at_least is not None and value < at_least)
-    ):
-        fail(
-            op,
-            name,
-            f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value),
-            "a finite number" + ("" if at_least is None else f" of at least {at_least:g}"),
-        )
-    return float(value)
+    """A finite real number, Python's own."""
+    own = isinstance(value, (int, float))
+    found = finite(value) if own else None
+    if found is None or (at_least is not None and found < at_least):
+        bound = "" if at_least is None else f" of at least {at_least:g}"
+        fail(op, name, shown(value), f"a finite number{bound}{'' if own else ', an int or a float'}")
+    return found
 
 
 def whole(op: str, name: str, value: Any, least: int, most: int, multiple: int = 1) -> int:
-    """An integer between two bounds."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not least <= value <= most
-        or value % multiple
-    ):
-        of = f"a multiple of {multiple} " if multiple > 1 else "an integer "
-        fail(op, name, repr(value), f"{of}from {least} to {most}")
-    return value
+    """An integer between two bounds, Python's own."""
+    own = isinstance(value, int)
+    if not own or isinstance(value, bool) or not least <= value <= most or value % multiple:
+        of = f"a multiple of {multiple}" if multiple > 1 else "an integer"
+        fail(op, name, shown(value), f"{of} from {least} to {most}{'' if own else ', an int'}")
+    return int(value)
+
+
+def finite(value: Any) -> float | None:
+    """A real number as a float; None for what is none, for a bool or a tensor, and for what is not finite."""
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # an integer beyond all floats
+        return None
+    return found if math.isfinite(found) else None
+
+
+def shown(value: Any) -> str:
+    """A value in a message; a tensor by its type alone, since printing one may wait for its device, and a
+    number of very many digits by its size."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def finalize_inputs(

@@ -24,7 +24,7 @@ from collectives.errors import CollectiveError, CollectiveTimeout, CommunicatorP
 from collectives.heap import LocalHeap, SymmetricHeap
 from collectives.launch import FORMS, Form
 from collectives.layout import Layout
-from collectives.rendezvous import TIMEOUT_S, Rendezvous, SoloRendezvous, StoreRendezvous
+from collectives.rendezvous import TIMEOUT_S, Rendezvous, SoloRendezvous, StoreRendezvous, member_of
 from collectives.transports.loopback import LoopbackTransport
 from collectives.transports.select import select
 from collectives.world import LOADED, Meeting, Start, World, checked, device_of, make_engine, seconds
@@ -97,7 +97,13 @@ class Communicator:
         """
         if store is not None:
             checks.store("Communicator", store)
-        rendezvous = StoreRendezvous.of_group(group)
+        if group is not None:
+            checks.group("Communicator", group)
+        # before anything reaches the store: a rank that asks for nonsense is not there for the others
+        world_size = member_of(group)[2]
+        checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
+        device = device_of(device)
+        rendezvous = StoreRendezvous.of_group(group, meeting_s)
         return cls._connected(
             rendezvous,
             hidden,
@@ -134,7 +140,7 @@ class Communicator:
         """Ranks that meet at a store, without a process group: a restarted process meets the survivors'
         `reset` so. Arguments as `from_process_group`; meeting_s: how long ranks wait for each other at every
         step."""
-        checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s)
+        checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
         checks.whole("Communicator", "rank", rank, 0, world_size - 1)
         checks.store("Communicator", store)
         device = device_of(device)
@@ -355,6 +361,8 @@ class Communicator:
         if not self._open:
             raise CollectiveError(f"rank {self.rank}: the communicator is closed")
         seconds("reset", "meeting_s", meeting_s)
+        if group is not None:
+            checks.group("reset", group)
         self._world.reset(self, group, meeting_s)
 
     def explain(self) -> str:

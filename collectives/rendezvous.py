@@ -136,22 +136,11 @@ class StoreRendezvous(Rendezvous):
         return values
 
     @staticmethod
-    def of_group(group: ProcessGroup | None = None) -> StoreRendezvous:
+    def of_group(group: ProcessGroup | None = None, timeout_s: float = TIMEOUT_S) -> StoreRendezvous:
         """Over the store that a process group was made with (None: the default group). Its device and backend
-        do not matter, and a dead rank shows as a timeout that names it. Collective."""
-        import torch.distributed as dist
-
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("group: got torch.distributed uninitialised, allowed after init_process_group")
-        given = dist.group.WORLD if group is None else group
-        rank = dist.get_rank(given)
-        if given is None or rank < 0:
-            raise ValueError("group: got one without this process, allowed one that it is a member of")
-        store = _store_of(given)
-        # Ranks open their rendezvous in the same order, so their counts agree; the counts live in the store.
-        with _failures_named("opening a rendezvous"):
-            opened = store.add(f"flashnext/opened/{rank}", 1)
-        return StoreRendezvous(store, rank, dist.get_world_size(given), f"flashnext/{opened}")
+        do not matter, and a dead rank shows as a timeout that names it. Collective: waits as `join`, and a
+        rank that gave up may come again."""
+        return StoreRendezvous.join(*member_of(group), timeout_s, "process group")
 
     @staticmethod
     def join(
@@ -186,6 +175,19 @@ class StoreRendezvous(Rendezvous):
                 store.compare_set(f"{root}/generation", current.decode(), str(int(current) + 1))
                 if roster[rank] == me:
                     return StoreRendezvous(store, rank, world_size, scope, int(current) + 1)
+
+
+def member_of(group: ProcessGroup | None) -> tuple[Store, int, int]:
+    """The store that a process group was made with (None: the default group), this process's rank in it, and
+    its size. Raises ValueError for what is no group of this process."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("group: got torch.distributed uninitialised, allowed after init_process_group")
+    given = dist.group.WORLD if group is None else group
+    if not isinstance(given, dist.ProcessGroup) or dist.get_rank(given) < 0:
+        raise ValueError("group: got one without this process, allowed one that it is a member of")
+    return _store_of(given), dist.get_rank(given), dist.get_world_size(given)
 
 
 def _check_rank(rank: int, world_size: int) -> None:

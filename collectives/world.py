@@ -79,7 +79,7 @@ class Meeting:
         a restarted process is there."""
         old = self.rendezvous
         if group is not None:
-            rendezvous: Rendezvous = StoreRendezvous.of_group(group)
+            rendezvous: Rendezvous = StoreRendezvous.of_group(group, meeting_s)
         elif self.store is not None:
             rendezvous = StoreRendezvous.join(self.store, old.rank, old.world_size, meeting_s, self.name)
         else:
@@ -168,6 +168,7 @@ def checked(
     timeout_s: float,
     forms: Sequence[Form],
     meeting_s: float = TIMEOUT_S,
+    name: str = "communicator",
 ) -> tuple[Layout, float]:
     if not isinstance(n, int) or n not in config.WORLDS:
         allowed = ", ".join(map(str, config.WORLDS))
@@ -178,6 +179,8 @@ def checked(
     if top_k > (most := config.most_slots(hidden)):
         checks.fail("Communicator", "top_k", top_k, f"at most {most} with hidden = {hidden}")
     seconds("Communicator", "meeting_s", meeting_s)
+    if not isinstance(name, str) or not name.isprintable():
+        checks.fail("Communicator", "name", repr(name), "a printable string")
     if not isinstance(forms, Sequence) or not all(isinstance(form, Form) for form in forms):
         checks.fail("Communicator", "forms", repr(forms), "a sequence of Form")
     return Layout(n, max_tokens, hidden), seconds("Communicator", "timeout_s", timeout_s)

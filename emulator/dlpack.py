@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -29,9 +30,8 @@ class _AsCuda:
 
 def as_cuda(argument: Any) -> Any:
     """A torch CPU tensor as a tvm_ffi tensor that says it is on CUDA device 0; anything else as it is."""
-    if type(argument).__module__.split(".")[0] != "torch" or not hasattr(argument, "__dlpack__"):
-        return argument
-    if argument.device.type != "cpu":
+    torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
+    if torch is None or not isinstance(argument, torch.Tensor) or argument.device.type != "cpu":
         return argument
     import tvm_ffi
 

@@ -1,11 +1,10 @@
-"""Programmatic dependent launch (PDL), the two halves every kernel here uses.
+"""Programmatic dependent launch (PDL), the two halves every kernel here uses, in this order.
 
 `release_dependents()` lets the next kernel of the stream start its prologue; it may stand first, because
-the next kernel reads nothing of ours before its own `await_predecessors()`. Behind our own wait it also says
-that what precedes us is complete, so the next kernel may read that early (hc_mix in two launches).
-`await_predecessors()` returns when every preceding grid has completed and its writes are visible. Completion
-is not transitive: a kernel that skipped the wait could finish before its predecessor, and its successor would
-then see the predecessor unfinished. So every thread of every CTA waits, idle ones too.
+the next kernel reads nothing of ours before its own `await_predecessors()`. `await_predecessors()` returns
+when every preceding grid has completed and its writes are visible. Completion is not transitive: a kernel
+that skipped the wait could finish before its predecessor, and its successor would then see the predecessor
+unfinished. So every thread of every CTA waits, idle ones too.
 """
 
 from __future__ import annotations

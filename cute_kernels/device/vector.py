@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, Int64, const_expr
+from cutlass import Constexpr, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 
-from cute_kernels.device.math import select
 from cute_kernels.device.span import Span
 
 
@@ -58,12 +57,9 @@ def load_span(frag: cute.Tensor, row: cute.Tensor, part, thread, span: Constexpr
         if const_expr(span.exact):
             load(frag[None, p], row, part * span.vecs + vec, vec_bytes)
         else:
-            # an idle thread reads the first vector and drops it: no branch, so all loads fly at once
-            active = vec < span.vecs
-            load(frag[None, p], row, part * span.vecs + select(active, vec, 0), vec_bytes)
-            words = cute.recast_tensor(frag[None, p], Int32)
-            for i in cutlass.range_constexpr(cute.size(words)):
-                words[i] = select(active, words[i], 0)
+            frag[None, p].fill(0)
+            if vec < span.vecs:
+                load(frag[None, p], row, part * span.vecs + vec, vec_bytes)
 
 
 @cute.jit

@@ -35,10 +35,9 @@ Bound       Every POLLS_A_LOOK-th poll is followed by a look at the clock and at
             cluster, which start together, send each other needs nobody else, or a wait that is bounded.
 Two         Where the grid cannot be resident as a whole ("split"), steps 1 to 3 are one launch and step 4 is
             the next: the same code and the same bits, and no CTA waits for one outside of its cluster. What
-            the polls look for is there when they start. The second launch alone counts the epoch. The first
-            releases it behind its own wait, when all that precedes both has completed and is visible. So
-            the second one reads everything but the inner activations, w_up too, before its own wait, and
-            does so beside the first.
+            the polls look for is there when they start. The second launch alone counts the epoch. Both wait
+            for their predecessors before they read what may be theirs: the first releases the second before
+            its own wait, so the second may start beside the kernel before the first.
 Overlap     the next launch may start while this one polls. It reads its epoch and publishes only behind its
             dependency wait, when this launch has completed: no word changes that is still polled, and a word
             holds this launch's epoch or the one before's, so epochs may wrap. A kernel in between that is
@@ -46,7 +45,9 @@ Overlap     the next launch may start while this one polls. It reads its epoch a
             that are still polled, and the wait expires; of two launches the next call has the same epoch
             until the second has counted it, so its values may be taken for this one's.
 PDL         w_down is read before the dependency wait: no predecessor writes it. All else after, w_up too,
-            which would delay what the down projection needs (but see Two).
+            which would delay what the down projection needs. A CTA may have to wait for tensor memory that
+            others on its SM hold, so it releases the next launch when it has its own: older CTAs never wait
+            for newer ones, which wait for them.
 """
 
 from __future__ import annotations
@@ -72,15 +73,14 @@ NANS = 0x7FFF7FFF  # two, of either dtype
 
 class Smem:
     """A CTA's shared memory, as tensors and as addresses. part [down_rows, N, splits], later sums [up_rows,
-    N, parts], and the inner activations lie where the weights of the down projection were. What a launch of
-    one projection has no use for takes no memory."""
+    N, parts], and the inner activations lie where the weights of the down projection were."""
 
-    def __init__(self, p: MixPlan, dtype, has_down: bool, has_up: bool):
+    def __init__(self, p: MixPlan, dtype):
         swizzle = cute.make_swizzle(3, 4, 3)
         smem = SmemAllocator()
-        pool = smem.allocate(p.pool_bytes if has_down else p.late_pool_bytes, 1024)
-        up = smem.allocate(p.up_bytes, 1024) if has_up else pool
-        x = smem.allocate(p.x_bytes, 1024) if p.staged and has_down else pool
+        pool = smem.allocate(p.pool_bytes, 1024)
+        up = smem.allocate(p.up_bytes, 1024)
+        x = smem.allocate(p.x_bytes, 1024) if p.staged else up
         if p.tail_bytes:
             smem.allocate(p.tail_bytes, 1024)
         self.dtype = dtype
@@ -218,7 +218,7 @@ class HcMix:
         rank, group = cta % p.cluster, cta // p.cluster
         first_slab = rank * p.down_slabs
         rows, dtype = normed.shape[0], out.element_type
-        smem = Smem(p, dtype, has_down, has_up)
+        smem = Smem(p, dtype)
 
         if warp == self.copy_warp:
             if lane == 0:
@@ -228,15 +228,15 @@ class HcMix:
                 tile = cute.local_tile(down, (p.down_rows, SLAB), (group, None))
                 self.copy_slabs(down_atom, tile, smem.down, first_slab, p.down_slabs, smem.bars, 1)
         self.mma.start(smem, warp)
-        if const_expr(has_up):
+        if const_expr(not p.tensor_memory):
             release_dependents()
         cute.arch.sync_threads()
+        if const_expr(p.tensor_memory):
+            release_dependents()
         self.mma.started(smem)
         if const_expr(has_down):
             cute.arch.cluster_arrive_relaxed()  # the barriers are published by their own fence
-            await_predecessors()
-        if const_expr(not has_up):
-            release_dependents()  # not earlier: the second launch reads what precedes the first
+        await_predecessors()
 
         # What the down projection needs comes first: memory serves in order, and w_up would be in its way.
         loaded = self.mma.load(normed, first_slab, warp, lane) if const_expr(has_down) else []
@@ -265,8 +265,6 @@ class HcMix:
         if const_expr(has_up):
             cute.arch.mbarrier_wait(smem.up_bar, 0)
             held = self.mma.hold(smem, warp, lane)
-            if const_expr(not has_down):
-                await_predecessors()
             self.gather_inner(smem, workspace, rows, epoch, warp, tid)
             cute.arch.sync_threads()
             if tid == 0:

@@ -166,14 +166,9 @@ class MixPlan:
         return self.up_slabs * self.bucket * SLAB * 2
 
     @property
-    def late_pool_bytes(self) -> int:
-        """Of the pool once the weights of the down projection are done with."""
-        return _round_up(self.inner_offset + self.inner_bytes, 1024)
-
-    @property
     def pool_bytes(self) -> int:
         weights = self.down_slabs * self.down_stride * SLAB * 2
-        return max(_round_up(weights, 1024), self.late_pool_bytes)
+        return _round_up(max(weights, self.inner_offset + self.inner_bytes), 1024)
 
     @property
     def up_bytes(self) -> int:
@@ -194,8 +189,11 @@ class MixPlan:
 
     @property
     def smem_bytes(self) -> int:
-        """An upper bound of a CTA's shared memory; barriers and the like are the last kilobyte."""
-        return self.pool_bytes + self.up_bytes + self.x_bytes + self.tail_bytes + self.received_bytes + 1024
+        """A CTA's shared memory, as mix.py lays it out; what stands before the barriers ends at multiples of
+        their alignment."""
+        barriers = 8 * (self.down_slabs + 4 + self.x_boxes)
+        weights = self.pool_bytes + self.up_bytes
+        return weights + self.x_bytes + self.tail_bytes + self.received_bytes + barriers + 4
 
     @property
     def words(self) -> int:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import bindings
-from bindings import dispatch, explain, gemm_mix, mix, ops, reference, workspace
+from bindings import dispatch, emulated, explain, gemm_mix, mix, ops, reference, targets, workspace
 from bindings.errors import FlashnextWarning, HandoffTimeout, InvalidArgument
-from bindings.registry import IMPLEMENTATIONS, NotGranted
+from bindings.registry import IMPLEMENTATIONS, ModelConfig, NotGranted
 from bindings.workspace import SPARES, OnDevice, Workspaces
 from cute_kernels.hyper import mix_plan
 from tests.bindings.calls import SMALL, Call, Jit, make
@@ -50,6 +50,23 @@ def test_guards(rows: int, changes: dict[str, int], guard: str, got: str, compil
     assert failed(call, "gemm") == [(ONE, guard, got), (TWO, guard, got)]
     assert (ops.hc_mix(**call) == reference.hc_mix(**call)).float().mean() > 0.9
     assert compiled.requested == []
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_target_has_the_kernels_that_it_has_plans_for(target: str) -> None:
+    """A shape whose widest bucket fits one target and not another."""
+    shape, model = (2560, 4, 368), replace(ModelConfig(), low_rank=368)
+    buckets = [b for b in mix_plan.BUCKETS if isinstance(mix_plan.plan(*shape, b, target), mix_plan.MixPlan)]
+    assert buckets == [b for b in mix_plan.BUCKETS if b < 32 or target == "sm_90a"]
+    kernels = [k for k in IMPLEMENTATIONS["hc_mix"] if isinstance(k, mix.MixKernel)]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        found = [v["bucket"] for v in kernel.variants(target, model) if v["dtype"] == "bf16"]
+        assert found == buckets
+    call = make("hc_mix", 32, model)
+    with emulated.options(target=target), bindings.backend("emulator"):
+        unmet = [v.got for v in explain("hc_mix", **call).guards if not v.ok]
+    assert any("a CTA's share" in got for got in unmet) == (32 not in buckets)
 
 
 def test_a_device_with_too_few_sms(compiled: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

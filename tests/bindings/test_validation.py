@@ -236,6 +236,7 @@ def extent_breaches() -> Iterator[Breach]:
                 (-1e-6, "got -1e-06, allowed a finite number >= 0"),
                 (float("nan"), number),
                 (float("inf"), number),
+                (10**400, "got an integer of 1329 bits, allowed a finite number"),
                 (None, number),
                 ("1e-6", number),
                 (True, number),

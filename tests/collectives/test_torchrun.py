@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bindings import ops
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveTimeout, CommunicatorPoisoned, SymmetricMismatch
+from collectives.errors import CollectiveTimeout, CommunicatorPoisoned, RendezvousTimeout, SymmetricMismatch
 from collectives.transports import shm
 from tests.collectives.conftest import UNDER_TORCHRUN, free_device_memory
 from tests.collectives.processes import BF16, FP32, GPUS, HIDDEN, TOP_K, World, rank_sum
@@ -258,6 +258,24 @@ def test_a_rank_that_asks_for_something_else(world: World, changed: dict[str, An
         world.open("mismatch", forms=(), **(changed if world.rank == 1 else {}))
     told = world.gather((str(caught.value), caught.value.ranks))
     assert all(text == told[0][0] and said in text and ranks == [1] for text, ranks in told)
+
+
+@ranked
+def test_a_rank_that_failed_alone_meets_the_others_later(world: World) -> None:
+    """By an argument, and by being too early: neither puts it out of step with the rest."""
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="hidden: got 12"):
+            world.open("alone", hidden=12)
+    if world.rank == 0:
+        with pytest.raises(RendezvousTimeout, match="process group"):
+            world.open("alone", meeting_s=0.3)
+    dist.barrier()
+    x = [Draw(f"alone {rank}").uniform(1, HIDDEN, dtype=BF16) for rank in range(world.size)]
+    for _ in range(2):
+        with world.open("alone", forms=()) as comm:
+            total = comm.all_reduce(world.put(x[world.rank]))
+            world.settle(comm)
+        world.same_everywhere(total, rank_sum(x), "after it")
 
 
 @ranked

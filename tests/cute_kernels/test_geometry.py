@@ -75,8 +75,12 @@ def kernel_files() -> list[Path]:
 
 @pytest.mark.parametrize("path", kernel_files(), ids=lambda p: p.stem)
 def test_every_kernel_waits_for_its_predecessors_in_every_thread(path: Path) -> None:
-    """Wait and release stand at the kernel's top level, under no condition; no store precedes the wait. One
-    exception: where half of a CTA's threads poll, they release: the others would be ahead of the poll."""
+    """Wait and release stand at the kernel's top level, under no condition; no store precedes the wait. Two
+    exceptions: where half of a CTA's threads poll, they release: the others would be ahead of the poll; and
+    where a CTA allocates tensor memory it releases behind that, on other targets earlier."""
+    by_target = [
+        f"if const_expr({which}p.tensor_memory):\n    release_dependents()" for which in ("not ", "")
+    ]
     kernels = [
         node
         for node in ast.walk(ast.parse(path.read_text()))
@@ -87,7 +91,10 @@ def test_every_kernel_waits_for_its_predecessors_in_every_thread(path: Path) -> 
     for kernel in kernels:
         top = [ast.unparse(statement) for statement in kernel.body]
         assert top.count("await_predecessors()") == 1
-        assert top.count("release_dependents()") + top.count("if exchanges:\n    release_dependents()") == 1
-        assert ast.unparse(kernel).count("release_dependents()") == 1
+        if by_target[0] in top:  # one of the two is compiled
+            assert [statement for statement in top if "release_dependents()" in statement] == by_target
+        else:
+            found = top.count("release_dependents()") + top.count("if exchanges:\n    release_dependents()")
+            assert found == ast.unparse(kernel).count("release_dependents()") == 1
         before = top[: top.index("await_predecessors()")]
         assert not any("store" in statement or "out[" in statement for statement in before)

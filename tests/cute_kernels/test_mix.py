@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bindings import elf, jit, precompile, sass, targets
+from bindings import compiler, elf, jit, precompile, sass, targets
 from bindings.store import OBJECT
 from cute_kernels.hyper import mix_plan
 from cute_kernels.hyper.mix_plan import BUCKETS, MAX_SMEM, SLAB, MixPlan, bucket_of, plan
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.cpu
 
 MODEL = (2560, 4, 320)
 SHAPES = given(
-    hidden=st.integers(1, 48).map(lambda n: 64 * n),
+    hidden=st.integers(1, 400).map(lambda n: 8 * n),
     streams=st.sampled_from([1, 2, 4, 8]),
     low_rank=st.integers(1, 24).map(lambda n: 16 * n),
     bucket=st.sampled_from(BUCKETS),
@@ -98,10 +99,11 @@ def test_what_has_no_plan_says_why() -> None:
     assert plan(2564, 4, 320, 8, "sm_90a") == "H must be a multiple of 8"
     assert plan(2560, 4, 328, 8, "sm_90a") == "R must be a multiple of 16"
     assert plan(40, 1, 320, 8, "sm_90a") == "C*H must be a multiple of 64"
+    unfit = f"a CTA's share of the weights fits {MAX_SMEM} bytes of shared memory"
     for target in targets.TARGETS:
-        assert plan(16384, 4, 1024, 8, target) == (
-            f"a CTA's share of the weights fits {MAX_SMEM} bytes of shared memory"
-        )
+        assert plan(16384, 4, 1024, 8, target) == unfit
+    # 233908 bytes, more than a kilobyte of them barriers
+    assert plan(1672, 8, 336, 8, "sm_90a") == unfit
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)])
@@ -133,8 +135,61 @@ def test_the_machine_code_has_the_instructions_of_the_plan(target: str) -> None:
             assert counted["HMMA"] == 0, result.config
         else:
             assert counted["HMMA"] > 0, result.config
-        assert result.report.dynamic_smem is not None
-        assert result.report.dynamic_smem <= p.smem_bytes, result.config
+        assert result.report.dynamic_smem == p.smem_bytes, result.config
+
+
+@pytest.mark.parametrize(
+    ("hidden", "streams", "low_rank", "bucket", "target"),
+    [
+        (1672, 8, 320, 8, "sm_90a"),  # one CTA a cluster, 209 slabs each
+        (104, 8, 32, 32, "sm_90a"),
+        (104, 8, 32, 16, "sm_100a"),
+    ],
+)
+def test_the_plan_knows_the_shared_memory(
+    hidden: int, streams: int, low_rank: int, bucket: int, target: str
+) -> None:
+    pytest.importorskip("cutlass")
+    shape = dict(hidden=hidden, streams=streams, low_rank=low_rank, bucket=bucket)
+    p = plan(hidden, streams, low_rank, bucket, target)
+    assert isinstance(p, MixPlan)
+    assert p.cluster < 8
+    params = dict(shape, dtype="bf16", launch="cooperative")
+    assert compiler.compile_kernel("cute_kernels.hyper.mix", target, params).dynamic_smem == p.smem_bytes
+
+
+def codes_of(target: str, launch: str, bucket: int) -> list[str]:
+    """The disassembled kernels of a way to launch, the down projection's first."""
+    tool = sass.nvdisasm()
+    assert tool is not None
+    hidden, streams, low_rank = MODEL
+    params = dict(
+        hidden=hidden, streams=streams, low_rank=low_rank, bucket=bucket, dtype="bf16", launch=launch
+    )
+    entry = jit.prepare("cute_kernels.hyper.mix", target, params)
+    (binary,) = elf.cubins(entry.read(OBJECT))
+    found = [s.data for s in elf.Elf(binary).sections if s.name.startswith(".text.")]
+    # only the down projection has clusters
+    return sorted((sass.disassemble(c, target, tool) for c in found), key=lambda c: "UCGABAR_ARV" not in c)
+
+
+@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("bucket", [8, 32])
+@pytest.mark.parametrize("launch", ["cooperative", "split"])
+def test_what_stands_before_the_dependency_wait(launch: str, bucket: int, target: str) -> None:
+    """The copies of w_down, all of them, and no other access; the release of the next launch, where there is
+    tensor memory behind the barrier that follows its allocation."""
+    p = plan(*MODEL, bucket, target)
+    assert isinstance(p, MixPlan)
+    codes = codes_of(target, launch, bucket)
+    assert len(codes) == {"cooperative": 1, "split": 2}[launch]
+    for code, slabs in zip(codes, (p.down_slabs, 0), strict=False):
+        release, wait = code.index("PREEXIT"), code.index("ACQBULK")
+        assert release < wait
+        assert (code.index("BAR.SYNC") < release) == p.tensor_memory
+        before = re.findall(r"\b(UTMALDG\.\dD|LDG|STG|ATOMG|REDG?)\b", code[:wait])
+        assert before == ["UTMALDG.2D"] * slabs
 
 
 @pytest.mark.parametrize("target", targets.TARGETS)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import bindings
-from bindings import emulated, explain, ops
+from bindings import emulated, explain, ops, reference
 from bindings.errors import BackendUnavailable, InvalidArgument
-from tests import harness
+from tests import draw, harness
 from tests.cases import CASES, Case, named
 
 CPU = harness.Backend("emulator", "cpu")
@@ -47,6 +47,37 @@ def test_a_kernel_meets_its_contract(target: str, case: Case) -> None:
 @pytest.mark.parametrize("op", OPERATORS)
 def test_other_schedules_give_the_same_results(op: str, schedule: str) -> None:
     check(named(op, "T3-bf16-small"), "sm_100a", schedule=schedule, seed=1, brief=True)
+
+
+@pytest.mark.parametrize("hidden", [72, 520])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_in_place_with_threads_that_own_nothing(target: str, hidden: int) -> None:
+    """Each element of an output that may be an input's memory is read by the thread that writes it alone."""
+    given = draw.apply_norm(draw.Draw("in place"), 2, torch.bfloat16, hidden, 4)
+    expected = reference.hc_apply_norm(**given)
+    residual = {name: given["residual"].clone() for name in ("hc_apply", "hc_apply_norm")}
+    normed, (x, weight) = (
+        torch.empty_like(given["residual"]),
+        (given["residual"].clone(), given["norm_weight"]),
+    )
+    with emulated.options(target=target), bindings.backend("emulator"):
+        names = ("block", "partials")
+        own = residual["hc_apply"]
+        ops.hc_apply(**{n: given[n] for n in names}, residual=own, out=own)
+        own = residual["hc_apply_norm"]
+        ops.hc_apply_norm(**{**given, "residual": own}, combined_out=own, normed_out=normed)
+        by_norm = ops.grouped_gemma_rmsnorm(x, weight, given["eps"], hidden, out=x)
+    for one in residual.values():
+        harness.assert_same_bits(one, expected[0], "combined")
+    assert by_norm is x
+
+
+def test_a_subclass_of_tensor_is_a_tensor() -> None:
+    given = draw.gate(draw.Draw("subclass"), 1, torch.bfloat16, 64, 4)
+    kind = type("Own", (torch.Tensor,), {})
+    own = {name: value.as_subclass(kind) for name, value in given.items()}
+    with bindings.backend("emulator"):
+        harness.assert_same_bits(ops.hc_gate(**own), ops.hc_gate(**given), "partials")
 
 
 @pytest.mark.nightly

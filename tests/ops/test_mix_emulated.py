@@ -182,26 +182,30 @@ def test_the_record_names_who_was_missing(target: str, late_publish: None) -> No
 
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-def test_w_up_may_come_from_the_kernel_directly_before(
+def test_inputs_may_come_from_the_kernel_directly_before(
     target: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every input but w_down may, and be read by whichever launch."""
+    """Every one but w_down, whichever launch reads it."""
     inputs = mix(Draw("emulated"), T=2, dtype=torch.bfloat16, **SMALL)
     plan = mix_plan.plan(64, 4, 32, 8, target)
     assert isinstance(plan, mix_plan.MixPlan)
     if launches == 2:
         monkeypatch.setattr(mix_bindings, "_multiprocessors", lambda call: plan.cluster)
-    weight = torch.zeros(32, dtype=torch.bfloat16)
-    made = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def normalise(name: str, group: int) -> None:
+        """Makes an input anew by a kernel that releases its dependents at its start."""
+        out = inputs[name]
+        made = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        weight = torch.zeros(out.shape[1], dtype=torch.bfloat16)
+        ops.grouped_gemma_rmsnorm(made, weight, 1e-6, group, out=out)
+
     with emulated.options(target=target), bindings.backend("emulator"):
         emulated.device().synchronize()
-        ops.grouped_gemma_rmsnorm(made, weight, 1e-6, 32, out=inputs["w_up"])
-        mixed = ops.hc_mix(**inputs)
-        judge("hc_mix", inputs, (mixed,))
+        for name, group in (("w_up", 32), ("normed", 64)):
+            normalise(name, group)
+            judge("hc_mix", inputs, (ops.hc_mix(**inputs),))
         assert bindings.explain("hc_mix", **inputs).launches == launches
-        weight = torch.zeros(256, dtype=torch.bfloat16)
-        rows = torch.randn(32, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
-        ops.grouped_gemma_rmsnorm(rows, weight, 1e-6, 64, out=inputs["w_down"])
+        normalise("w_down", 64)
         with pytest.raises(FindingsError, match=r"w_down .* ahead of griddepcontrol\.wait"):
             ops.hc_mix(**inputs)
     spaces_of(plan).shared.renew()
