@@ -14,11 +14,12 @@ from bindings.registry import op_named
 class Explanation:
     """The answer of `explain`; `str()` of it is for people.
 
-    backend: "cute" or "reference", or None where the call would raise BackendUnavailable. implementation: the
-    device module, with ", two launches" where one call takes these, "gemm" for a path of BLAS calls,
-    "reference", or None. launches: the kernels of a call that are the module's, None for a path of library
-    calls. target: what the device compiles for, None without one. params: the kernel's constexpr parameters.
-    guards: every condition that was looked at, in order. ready: no compilation or load is due.
+    backend: "cute", "reference" or "emulator", or None where the call would raise BackendUnavailable.
+    implementation: the device module, with ", two launches" where one call takes these, "gemm" for a path
+    of BLAS calls, "reference", or None. launches: the kernels of a call that are the module's, None for a
+    path of library calls. target: what the device compiles for, None without one. params: the kernel's
+    constexpr parameters. guards: every condition that was looked at, in order. ready: no compilation or
+    load is due.
     """
 
     op: str

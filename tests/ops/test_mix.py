@@ -355,25 +355,67 @@ def test_shares_of_the_multi_process_service(
         assert min(end, other_end) - max(start, other_start) > 1
 
 
+def force(launches: int, args: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of these arguments take one launch, or two."""
+    sms = {1: 132, 2: 16}[launches]
+    monkeypatch.setattr(mix, "_multiprocessors", lambda call: sms)
+    dispatch.clear_plans()  # which were made on the other device
+    assert bindings.explain("hc_mix", **args).launches == launches
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize("T", [1, 8, 16, 32])
+def test_inputs_may_come_from_the_kernel_directly_before(
+    T: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`normed` and `w_up` made anew, in the same memory, by a kernel that lets the next begin at once."""
+    args = inputs(T)
+    before = [args[name].clone() for name in ("normed", "w_up")]
+    made = []
+    for name, group in (("normed", 2560), ("w_up", 320)):
+        weight = torch.zeros(args[name].shape[1], dtype=torch.bfloat16, device=DEVICE)
+        for i in range(8):
+            x = Draw(f"{name} {i}").uniform(*args[name].shape, dtype=torch.bfloat16).to(DEVICE)
+            made.append((args[name], partial(ops.grouped_gemma_rmsnorm, x, weight, 1e-6, group)))
+
+    expected = []
+    for memory, make in made:
+        memory.copy_(make())  # not by a kernel of ours: nothing begins before it is done
+        expected.append(ops.hc_mix(**args))
+    outs = [torch.empty_like(result) for result in expected]
+
+    def run() -> None:
+        for (memory, make), out in zip(made, outs, strict=True):
+            make(out=memory)
+            ops.hc_mix(**args, out=out)
+
+    force(launches, args, monkeypatch)
+    graph = torch.cuda.CUDAGraph()
+    run()
+    with torch.cuda.graph(graph):
+        run()
+    for go in (run, graph.replay, graph.replay):
+        for memory, old in zip((args["normed"], args["w_up"]), before, strict=True):
+            memory.copy_(old)
+        for out in outs:
+            out.fill_(float("nan"))
+        go()
+        for i, (out, wanted) in enumerate(zip(outs, expected, strict=True)):
+            assert_same_bits(out, wanted, f"call {i}")
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("T", [1, 12, 32])
 def test_two_launches_have_the_bits_of_one(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of both kinds in turn, on one workspace, and a replayed graph of two launches."""
     args = inputs(T)
     expected = ops.hc_mix(**args)
-
-    def force(launches: int) -> None:
-        sms = {1: 132, 2: 16}[launches]
-        monkeypatch.setattr(mix, "_multiprocessors", lambda call: sms)
-        dispatch.clear_plans()  # which were made on the other device
-        assert bindings.explain("hc_mix", **args).launches == launches
-
     for i in range(6):
-        force(1 + i % 2)
+        force(1 + i % 2, args, monkeypatch)
         result = torch.full_like(expected, float("nan"))
         ops.hc_mix(**args, out=result)
         assert_same_bits(result, expected, f"call {i}")
-    force(2)
+    force(2, args, monkeypatch)
     out = torch.full_like(expected, float("nan"))
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
