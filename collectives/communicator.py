@@ -265,7 +265,8 @@ class Communicator:
     ) -> Tensor:
         """The sum over ranks of x [T, hidden] bf16 or fp16: in rank order in fp32 from +0.0, rounded once.
         out: like x, may be x itself. norm_weight [hidden]: the sum is normalised as by
-        `moe_finalize_all_reduce`.
+        `moe_finalize_all_reduce`. T, dtype and norm are the same on every rank: where dtypes differ nothing
+        tells, and the results are wrong.
 
         Raises ValueError for arguments, CollectiveTimeout or CommunicatorPoisoned as `check`. On a GPU the
         wait is on the device, so a timeout is raised by a later call.
