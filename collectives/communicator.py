@@ -101,13 +101,12 @@ class Communicator:
             checks.group("Communicator", group)
         # before anything reaches the store: a rank that asks for nonsense is not there for the others
         world_size = member_of(group)[2]
-        checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
+        layout, timeout_s = checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
         device = device_of(device)
         rendezvous = StoreRendezvous.of_group(group, meeting_s)
         return cls._connected(
             rendezvous,
-            hidden,
-            max_tokens,
+            layout,
             top_k,
             transport,
             timeout_s,
@@ -140,15 +139,14 @@ class Communicator:
         """Ranks that meet at a store, without a process group: a restarted process meets the survivors'
         `reset` so. Arguments as `from_process_group`; meeting_s: how long ranks wait for each other at every
         step."""
-        checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
+        layout, timeout_s = checked(world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s, name)
         checks.whole("Communicator", "rank", rank, 0, world_size - 1)
         checks.store("Communicator", store)
         device = device_of(device)
         rendezvous = StoreRendezvous.join(store, rank, world_size, meeting_s, name)
         return cls._connected(
             rendezvous,
-            hidden,
-            max_tokens,
+            layout,
             top_k,
             transport,
             timeout_s,
@@ -218,22 +216,18 @@ class Communicator:
     def _connected(
         cls,
         rendezvous: Rendezvous,
-        hidden: int,
-        max_tokens: int,
+        layout: Layout,
         top_k: int,
         transport: str,
         timeout_s: float,
-        device: torch.device | str | None,
+        device: torch.device,
         store: Store | None,
         name: str,
         forms: Sequence[Form],
         provider: launch.Provider | None,
         meeting_s: float,
     ) -> Communicator:
-        layout, timeout_s = checked(
-            rendezvous.world_size, hidden, max_tokens, top_k, timeout_s, forms, meeting_s
-        )
-        chosen = select(transport, device_of(device), rendezvous, timeout_s=meeting_s)
+        chosen = select(transport, device, rendezvous, timeout_s=meeting_s)
         heap = SymmetricHeap(chosen.transport, rendezvous, timeout_s=meeting_s)
         try:
             start = Start.of(heap.device, layout, top_k)

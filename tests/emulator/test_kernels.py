@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bindings
-from bindings import emulated, explain, ops, reference
+from bindings import emulated, explain, ops
 from bindings.errors import BackendUnavailable, InvalidArgument
 from tests import draw, harness
 from tests.cases import CASES, Case, named
@@ -54,22 +54,18 @@ def test_other_schedules_give_the_same_results(op: str, schedule: str) -> None:
 def test_in_place_with_threads_that_own_nothing(target: str, hidden: int) -> None:
     """Each element of an output that may be an input's memory is read by the thread that writes it alone."""
     given = draw.apply_norm(draw.Draw("in place"), 2, torch.bfloat16, hidden, 4)
-    expected = reference.hc_apply_norm(**given)
-    residual = {name: given["residual"].clone() for name in ("hc_apply", "hc_apply_norm")}
-    normed, (x, weight) = (
-        torch.empty_like(given["residual"]),
-        (given["residual"].clone(), given["norm_weight"]),
-    )
+    weight, eps = given["norm_weight"], given["eps"]
+    combined, both, x = (given["residual"].clone() for _ in range(3))
+    normed = torch.full_like(x, float("nan"))
     with emulated.options(target=target), bindings.backend("emulator"):
-        names = ("block", "partials")
-        own = residual["hc_apply"]
-        ops.hc_apply(**{n: given[n] for n in names}, residual=own, out=own)
-        own = residual["hc_apply_norm"]
-        ops.hc_apply_norm(**{**given, "residual": own}, combined_out=own, normed_out=normed)
-        by_norm = ops.grouped_gemma_rmsnorm(x, weight, given["eps"], hidden, out=x)
-    for one in residual.values():
-        harness.assert_same_bits(one, expected[0], "combined")
-    assert by_norm is x
+        apart = ops.hc_apply_norm(**given)
+        x_normed = ops.grouped_gemma_rmsnorm(x, weight, eps, hidden)
+        ops.hc_apply(given["block"], combined, given["partials"], out=combined)
+        ops.hc_apply_norm(**{**given, "residual": both}, combined_out=both, normed_out=normed)
+        ops.grouped_gemma_rmsnorm(x, weight, eps, hidden, out=x)
+    harness.judge("hc_apply_norm", given, apart)
+    for found, expected in ((combined, apart[0]), (both, apart[0]), (normed, apart[1]), (x, x_normed)):
+        harness.assert_same_bits(found, expected, "in place")
 
 
 def test_a_subclass_of_tensor_is_a_tensor() -> None:
